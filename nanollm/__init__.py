@@ -1,4 +1,4 @@
-"""nanollm: a small tensor-parallel LLM inference engine. Public names load on first use, so `import nanollm` is quick."""
+"""nanollm: a small tensor-parallel LLM inference engine. Public names load on first use: `import nanollm` is quick."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
