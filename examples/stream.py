@@ -1,0 +1,19 @@
+"""A chat answer printed as it is generated."""
+
+from nanollm import LLM, SamplingParams
+from nanollm.cli import default_model
+
+
+def main() -> None:
+    llm = LLM(default_model())
+    prompt = llm.apply_chat_template([{"role": "user", "content": "Name three planets."}])
+    num_printed = 0
+    for output in llm.generate_stream([prompt], SamplingParams(temperature=0.0, max_tokens=64)):
+        text = output.outputs[0].text  # everything so far, not only what is new
+        print(text[num_printed:], end="", flush=True)
+        num_printed = len(text)
+    print()
+
+
+if __name__ == "__main__":
+    main()
