@@ -1,0 +1,1 @@
+"""WHO talks to whom: the tensor-parallel group and what each rank owns."""

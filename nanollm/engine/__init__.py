@@ -1,0 +1,1 @@
+"""WHAT runs next: plain Python; token ids in and out; no CUDA, no model code, no tokenizer."""

@@ -1,0 +1,146 @@
+"""EngineCore: the loop that plans step N + 1 while step N runs, and reads step N's tokens afterwards."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanollm.config import EngineConfig, ModelConfig
+from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
+from nanollm.engine.sequence import Sequence, check_token_ids
+from nanollm.outputs import EngineOutput
+from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.sampling_params import SamplingParams
+
+
+class Executor(Protocol):
+    """Runs plans in order on every rank; what EngineCore needs of nanollm.runtime.executor."""
+
+    num_kv_blocks: int
+    max_model_len: int
+
+    def submit(self, plan: StepPlan) -> None:
+        """Launch a step; returns before the device has run it."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step."""
+
+    def discard(self) -> None:
+        """Wait for all submitted steps and forget what they bring, and whether they failed."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine. Blocks are KV blocks; prefix counts and tokens are totals since the start, in tokens."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_total_blocks: int
+    prefix_hits: int
+    prefix_queries: int
+    num_preemptions: int
+    num_tokens_in: int
+    num_tokens_out: int
+
+
+class EngineCore:
+    """Sequences in, EngineOutputs out. Not thread-safe: one thread makes every call."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, executor: Executor, overlap: bool) -> None:
+        self.executor = executor
+        self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
+        self._model_config = model_config
+        self._depth = 2 if overlap else 1
+        self._in_flight: deque[Step] = deque()
+        self._seeds = random.Random(config.seed)
+        self._next_id = 0
+
+    def make_sequence(
+        self,
+        token_ids: AbstractSequence[int],
+        params: SamplingParams,
+        *,
+        all_logits: bool = False,
+        cache_salt: str = "",
+    ) -> Sequence:
+        """Validate a request without queueing it. ValueError says what is wrong with it."""
+        for token_id in params.stop_token_ids:
+            if token_id >= self._model_config.vocab_size:
+                raise ValueError(
+                    f"stop_token_ids must be from 0 to {self._model_config.vocab_size - 1}, got {token_id}"
+                )
+        seq = Sequence(
+            self._next_id,
+            check_token_ids(token_ids, self._model_config.vocab_size),
+            params,
+            seed=self._seeds.getrandbits(64) - 2**63 if params.seed is None else params.seed,
+            eos_token_ids=self._model_config.eos_token_ids,
+            max_model_len=self.scheduler.max_model_len,
+            arrival_time=time.monotonic(),
+            all_logits=all_logits,
+            cache_salt=cache_salt,
+        )
+        self._next_id += 1
+        self.scheduler.check_fits(seq)
+        return seq
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence that make_sequence made."""
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request, whatever its state, without further output; False if it isn't there (any more)."""
+        return self.scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def step(self) -> list[EngineOutput]:
+        """Keep the device busy, then take the oldest step's tokens. Returns what they changed, possibly nothing.
+
+        If a step fails, every request is dropped, the engine is empty and usable again, and the error is raised.
+        """
+        try:
+            while len(self._in_flight) < self._depth:
+                try:
+                    step = self.scheduler.schedule(time.monotonic())
+                except OutOfBlocks:
+                    break  # under cache pressure the loop is one step deep
+                if step is None:
+                    break
+                self._in_flight.append(step)
+                self.executor.submit(step.plan)
+            if not self._in_flight:
+                if self.scheduler.has_unfinished:
+                    raise RuntimeError("scheduler found nothing to run for the requests it has")
+                return []
+            result = self.executor.collect()
+            return self.scheduler.update(self._in_flight.popleft(), result, time.monotonic())
+        except BaseException:
+            self.reset()
+            raise
+
+    def reset(self) -> None:
+        """Drop every request and all cached prefixes, as after a failed step."""
+        self._in_flight.clear()
+        self.scheduler.reset()
+        self.executor.discard()
+
+    def get_stats(self) -> EngineStats:
+        """Counts of requests, blocks and tokens, now."""
+        scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=blocks.num_free,
+            num_total_blocks=len(blocks.blocks),
+            prefix_hits=blocks.prefix_hits,
+            prefix_queries=blocks.prefix_queries,
+            num_preemptions=scheduler.num_preemptions,
+            num_tokens_in=scheduler.num_tokens_in,
+            num_tokens_out=scheduler.num_tokens_out,
+        )

@@ -1,0 +1,329 @@
+"""Continuous batching: which sequences compute how many tokens in the next step.
+
+There is no prefill phase and no decode phase. A sequence has num_tokens and num_computed_tokens, and a step gives every
+running sequence some tokens to compute until the second catches up with the first; then it samples one more.
+"""
+
+import struct
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanollm.config import EngineConfig
+from nanollm.engine.block_manager import BlockManager
+from nanollm.engine.sequence import Sequence
+from nanollm.outputs import EngineOutput
+from nanollm.runtime.step_plan import StepPlan, StepResult
+
+
+class OutOfBlocks(Exception):  # noqa: N818 - a signal to the loop, not an error
+    """A running sequence needs a block, there is none, and steps in flight may still give some back."""
+
+
+@dataclass
+class Step:
+    """A planned step as rank 0 remembers it until its tokens are read."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+    sampled: list[Sequence]
+    logit_spans: list[tuple[Sequence, int]]  # sequences that want all logits, and how many positions this step brings
+
+
+@dataclass
+class _Draft:
+    """The plan under construction, as lists."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class Scheduler:
+    """Owns the queues and the blocks. schedule() plans a step, update() takes what a step brought.
+
+    waiting: first come, first served, preempted sequences at the front; running: in order of arrival. Nothing that
+    runs is ever passed over by something that waits, and the newest running sequence is the one preempted, so the
+    oldest always gets on: no starvation.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+        assert config.block_size is not None
+        self.block_manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.max_model_len = max_model_len
+        self.token_budget = config.max_num_batched_tokens
+        self.chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.running: dict[int, Sequence] = {}
+        self._leaving: dict[int, Sequence] = {}  # finished, but a step in flight still writes their blocks
+        self._blocked: tuple[int, int] | None = None  # (request, free blocks) of the last failed admission
+        # Every running sequence decodes one token in every step, so no more run than a step has tokens.
+        self._num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_rows = list(range(self._num_rows))[::-1]
+        self._num_steps = 0
+        self._num_in_flight = 0
+        self.num_preemptions = 0
+        self.num_tokens_in = 0
+        self.num_tokens_out = 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens the whole KV cache holds."""
+        return len(self.block_manager.blocks) * self.block_manager.block_size
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check_fits(self, seq: Sequence) -> None:
+        """ValueError, with the numbers, if the sequence could never run."""
+        if seq.num_prompt_tokens >= self.max_model_len + seq.all_logits:
+            raise ValueError(
+                f"prompt has {seq.num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} and at least one "
+                "token must be generated: shorten the prompt or raise max_model_len"
+            )
+        if seq.num_prompt_tokens > self.max_cached_tokens:
+            raise ValueError(
+                f"prompt has {seq.num_prompt_tokens} tokens, but the KV cache holds {self.max_cached_tokens}: shorten "
+                "the prompt, or raise num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; ValueError if it can never run."""
+        self.check_fits(seq)
+        # The last token needs no KV. What outgrows the cache while alone so ends with "length", by a limit that is
+        # known in advance.
+        seq.max_tokens_total = min(seq.max_tokens_total, self.max_cached_tokens + 1)
+        self.waiting[seq.request_id] = seq
+        self.num_tokens_in += seq.num_prompt_tokens
+
+    def abort(self, request_id: int) -> bool:
+        """End a request that waits or runs; False if there is none. In flight it is a mark, and the free comes later."""
+        if (seq := self.waiting.pop(request_id, None)) is None:
+            if (seq := self.running.get(request_id)) is None:
+                return False
+            self._leave(seq)
+        seq.finish_reason = "abort"
+        return True
+
+    def schedule(self, now: float = 0.0) -> Step | None:
+        """Plan the next step at time `now` (seconds); None if nothing can be computed before a step in flight is read.
+
+        Raises OutOfBlocks, with nothing lost, if a step in flight must be read first; so nothing that is in flight is
+        ever preempted.
+        """
+        draft = _Draft()
+        chunked = []
+        for seq in list(self.running.values()):
+            if seq.row < 0:  # preempted by an older one in this very loop
+                continue
+            if seq.num_computed_tokens == seq.num_tokens - 1:
+                if seq.num_tokens < seq.max_tokens_total and self._make_room(seq):
+                    self._take(draft, seq, 1)
+            elif seq.num_computed_tokens < seq.num_tokens:
+                chunked.append(seq)
+        for seq in chunked:
+            if seq.row >= 0:
+                self._take_chunk(draft, seq)
+        while draft.num_tokens < self.token_budget and self._free_rows and (seq := self._admit()) is not None:
+            self._take_chunk(draft, seq)
+        if not draft.sequences:
+            return None
+        step = self._plan(draft)
+        for seq in step.sequences:
+            self.block_manager.commit(seq)
+            if seq.metrics.first_scheduled_time is None:
+                seq.metrics.first_scheduled_time = now
+        self._num_steps += 1
+        self._num_in_flight += 1
+        return step
+
+    def update(self, step: Step, result: StepResult, now: float) -> list[EngineOutput]:
+        """Take what the oldest step in flight brought: append, finish, free. Returns one output per changed request."""
+        self._num_in_flight -= 1
+        for seq in step.sequences:
+            seq.in_flight -= 1
+        if result.logits is not None:
+            start = 0
+            for seq, count in step.logit_spans:
+                seq.logits.append(result.logits[start : start + count])
+                start += count
+        outputs = []
+        for seq, token_id in zip(step.sampled, result.token_ids, strict=True):
+            if seq.finish_reason is not None:  # found finished, or aborted, one step late: a surplus token
+                seq.num_pending -= 1
+                continue
+            seq.append(token_id)
+            self.block_manager.commit(seq)
+            self.num_tokens_out += 1
+            if seq.num_output_tokens == 1:
+                seq.metrics.first_token_time = now
+            if seq.finish_reason is not None:
+                seq.metrics.finished_time = now
+                self._leave(seq)
+            outputs.append(
+                EngineOutput(
+                    seq.request_id,
+                    [token_id],
+                    seq.finish_reason,
+                    seq.stop_reason,
+                    seq.num_cached_tokens,
+                    seq.metrics,
+                    seq.logits,
+                )
+            )
+        for seq in step.sequences:
+            if seq.finish_reason is not None and not seq.in_flight:
+                self._release(seq)
+        return outputs
+
+    def reset(self) -> None:
+        """Drop every request and every cached prefix, as after a failed step: all state is made anew, so it doesn't
+        matter where the failure struck. Totals go on."""
+        blocks = self.block_manager
+        self.block_manager = BlockManager(len(blocks.blocks), blocks.block_size, blocks.enable_prefix_caching)
+        self.block_manager.prefix_queries, self.block_manager.prefix_hits = blocks.prefix_queries, blocks.prefix_hits
+        self.waiting.clear()
+        self.running.clear()
+        self._leaving.clear()
+        self._blocked = None
+        self._free_rows = list(range(self._num_rows))[::-1]
+        self._num_in_flight = 0
+
+    def sanity_checks(self) -> None:
+        """Raise AssertionError if queues, rows and blocks disagree. For tests."""
+        owners = [*self.running.values(), *self._leaving.values()]
+        self.block_manager.sanity_checks(owners)
+        assert len({seq.row for seq in owners} | set(self._free_rows)) == len(owners) + len(self._free_rows)
+        assert all(seq.row >= 0 for seq in owners)
+        assert all(seq.row < 0 and not seq.block_ids and not seq.in_flight for seq in self.waiting.values())
+        assert all(seq.in_flight for seq in self._leaving.values())
+        for seq in owners:
+            assert seq.num_computed_tokens <= seq.num_tokens <= seq.max_tokens_total
+            assert seq.num_computed_tokens <= len(seq.block_ids) * self.block_manager.block_size
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """A block for the sequence's next token, at the cost of the newest sequences; False if it was itself the one."""
+        while len(seq.block_ids) * self.block_manager.block_size < seq.num_tokens:
+            if self.block_manager.grow(seq):
+                break
+            if self._num_in_flight:
+                raise OutOfBlocks
+            newest = self.running[next(reversed(self.running))]
+            self._preempt(newest)
+            if newest is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the front of the queue, to be computed anew: cheaper than swapping, and cached blocks are hit."""
+        self.num_preemptions += 1
+        self._release(seq)
+        self.waiting[seq.request_id] = seq
+        self.waiting.move_to_end(seq.request_id, last=False)
+
+    def _admit(self) -> Sequence | None:
+        """Start the first waiting sequence if its whole prompt fits, each running sequence's next block left free."""
+        if not self.waiting:
+            return None
+        seq = next(iter(self.waiting.values()))
+        state = (seq.request_id, self.block_manager.num_free)
+        if self._blocked is not None and self._blocked[0] == state[0] and self._blocked[1] >= state[1]:
+            return None  # nothing was freed since it last failed, so don't match its prefix again
+        if not self.block_manager.admit(seq, keep_free=len(self.running)):
+            self._blocked = state
+            return None
+        del self.waiting[seq.request_id]
+        self.running[seq.request_id] = seq
+        seq.row = self._free_rows.pop()
+        seq.token_on_device = False
+        if not seq.num_output_tokens:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        return seq
+
+    def _take_chunk(self, draft: _Draft, seq: Sequence) -> None:
+        room = min(self.chunk_limit, self.token_budget - draft.num_tokens)
+        if room > 0:
+            self._take(draft, seq, min(seq.num_tokens - seq.num_computed_tokens, room))
+
+    def _take(self, draft: _Draft, seq: Sequence, num_new: int) -> None:
+        draft.sequences.append(seq)
+        draft.num_new.append(num_new)
+        draft.num_tokens += num_new
+
+    def _plan(self, draft: _Draft) -> Step:
+        """Turn the draft into arrays and advance the sequences by what it computes."""
+        host_tokens: list[int] = []
+        on_device, computed, sampled, sampled_at = [], [], [], []
+        appends: list[tuple[int, int, int]] = []
+        append_blocks: list[int] = []
+        started: list[Sequence] = []
+        spans: list[tuple[Sequence, int]] = []
+        span_positions: list[int] = []
+        end = 0
+        for seq, num_new in zip(draft.sequences, draft.num_new, strict=True):
+            start = seq.num_computed_tokens
+            end += num_new
+            computed.append(start)
+            on_device.append(int(seq.token_on_device))
+            if not seq.token_on_device:
+                host_tokens.extend(seq.token_ids[start : start + num_new])
+            if seq.num_sent_blocks == 0:
+                started.append(seq)
+            if len(seq.block_ids) > seq.num_sent_blocks:
+                new_blocks = seq.block_ids[seq.num_sent_blocks :]
+                appends.append((seq.row, seq.num_sent_blocks, len(new_blocks)))
+                append_blocks.extend(new_blocks)
+                seq.num_sent_blocks = len(seq.block_ids)
+            seq.num_computed_tokens = start + num_new
+            seq.in_flight += 1
+            if seq.all_logits:
+                spans.append((seq, num_new))
+                span_positions.extend(range(end - num_new, end))
+            if seq.num_computed_tokens == seq.num_tokens:  # caught up: its last position samples the next token
+                sampled.append(seq)
+                sampled_at.append(end - 1)
+                seq.num_pending += 1
+                seq.token_on_device = True
+        rows, starts, counts = zip(*appends, strict=True) if appends else ((), (), ())
+        plan = StepPlan(
+            step=self._num_steps,
+            row_ids_B=_int32([seq.row for seq in draft.sequences]),
+            num_new_B=_int32(draft.num_new),
+            num_computed_B=_int32(computed),
+            on_device_B=_int32(on_device),
+            host_tokens=_int32(host_tokens),
+            append_rows=_int32(rows),
+            append_starts=_int32(starts),
+            append_counts=_int32(counts),
+            append_blocks=_int32(append_blocks),
+            logit_rows_L=_int32(sampled_at + span_positions),
+            sampled_rows_S=_int32([seq.row for seq in sampled]),
+            params_rows=_int32([seq.row for seq in started]),
+            params=_int32([word for seq in started for word in _pack_params(seq)]),
+        )
+        return Step(plan, draft.sequences, sampled, spans)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take a finished sequence off the running ones; blocks and row follow when no step in flight uses them."""
+        self._leaving[seq.request_id] = self.running.pop(seq.request_id)
+        if not seq.in_flight:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.running.pop(seq.request_id, None)
+        self._leaving.pop(seq.request_id, None)
+        if seq.row >= 0:
+            self.block_manager.free(seq)
+            self._free_rows.append(seq.row)
+            seq.row = -1
+
+
+def _int32(values: list[int] | tuple[int, ...]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def _pack_params(seq: Sequence) -> tuple[int, ...]:
+    """The row's sampling parameters as the int32 words that StepPlan.params describes."""
+    return struct.unpack("<4i", struct.pack("<fqi", seq.params.temperature, seq.seed, 0))

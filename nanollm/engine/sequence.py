@@ -1,0 +1,122 @@
+"""One request inside the engine: its tokens, its blocks, and how far it has been computed."""
+
+from array import array
+from collections.abc import Sequence as AbstractSequence
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from nanollm.outputs import RequestMetrics
+from nanollm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array[int]":
+    """Return the prompt as int32 values; ValueError names the position, value and range of a bad token id."""
+    if not len(token_ids):
+        raise ValueError("prompt is empty: give at least one token")
+    for position, token_id in enumerate(token_ids):
+        if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, Integral)):
+            raise ValueError(f"prompt token {position} must be an integer, got {token_id!r}")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"prompt token {position} must be from 0 to {vocab_size - 1}, got {token_id}")
+    return array("i", token_ids)
+
+
+class Sequence:
+    """A request's state. Invariants, with P = num_pending (tokens sampled on the device, not read back yet):
+
+    token_ids holds the prompt and every token read so far; num_tokens = len(token_ids) + P.
+    num_computed_tokens counts tokens whose KV a launched step writes; it is at most num_tokens.
+    in_flight counts launched steps that include this sequence; its blocks and row are freed at 0 only.
+    """
+
+    __slots__ = (
+        "all_logits",
+        "block_hashes",
+        "block_ids",
+        "cache_salt",
+        "content_ids",
+        "finish_reason",
+        "in_flight",
+        "logits",
+        "max_tokens_total",
+        "metrics",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending",
+        "num_prompt_tokens",
+        "num_sent_blocks",
+        "params",
+        "prefix_epoch",
+        "request_id",
+        "row",
+        "seed",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+        "token_on_device",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        token_ids: "array[int]",
+        params: SamplingParams,
+        *,
+        seed: int,
+        eos_token_ids: tuple[int, ...] = (),
+        max_model_len: int,
+        arrival_time: float = 0.0,
+        all_logits: bool = False,
+        cache_salt: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
+        self.params = params
+        self.seed = seed
+        # Token id -> what stop_reason reports: None for EOS, as in vLLM.
+        self.stop_token_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids)
+        self.stop_token_ids |= {t: t for t in params.stop_token_ids if t not in self.stop_token_ids}
+        # A limit that is known in advance is never planned past: no token is computed to be thrown away.
+        new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        # (Who wants logits of a prompt as long as the context still samples one token, as the others do.)
+        self.max_tokens_total = min(self.num_prompt_tokens + new_tokens, max_model_len + all_logits)
+        self.all_logits = all_logits
+        self.cache_salt = cache_salt
+        self.metrics = RequestMetrics(arrival_time)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_pending = 0
+        self.in_flight = 0
+        self.row = -1
+        self.token_on_device = False  # the last token was sampled in this row, so the step reads it there
+        self.block_ids: list[int] = []
+        self.num_sent_blocks = 0  # blocks that the ranks already have in this row's block table
+        self.block_hashes: list[bytes] = []  # of full blocks of known tokens, computed once
+        self.content_ids: list[int] = []  # of the blocks committed to the prefix cache, in order
+        self.prefix_epoch = -1
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        self.logits: list[torch.Tensor] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens, tokens read back and tokens sampled but not read yet."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and read back."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> None:
+        """Take the oldest pending token, now read, and decide whether it ends the sequence."""
+        self.num_pending -= 1
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", self.stop_token_ids[token_id]
+        elif len(self.token_ids) >= self.max_tokens_total:
+            self.finish_reason = "length"

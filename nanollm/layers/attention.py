@@ -1,0 +1,61 @@
+"""Self-attention over the paged KV cache, split over ranks by heads."""
+
+from torch import Tensor, nn
+
+from nanollm.config import ModelConfig
+from nanollm.distributed.partition import HeadPartition
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.attention import paged_attention
+from nanollm.kernels.qkv_to_cache import qkv_to_cache
+from nanollm.layers.step_batch import StepBatch
+from nanollm.layers.hidden import Hidden
+from nanollm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanollm.layers.norm import RMSNorm
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: Hidden in, Hidden out, with the sum over ranks pending.
+
+    k_cache, v_cache: [blocks, block_size, K_r, H], this layer's part of the KV cache, set by the model runner.
+    qk_norm: RMSNorm over the head dim of queries and keys, as Qwen3 has it.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
+        super().__init__()
+        heads = HeadPartition(config.num_heads, config.num_kv_heads, tp.size, tp.rank)
+        head_dim, size = config.head_dim, config.hidden_size
+        self.num_kv_heads = len(heads.kv_heads)
+        self.eps = config.rms_norm_eps
+        self.qkv_proj = QKVParallelLinear(size, heads, head_dim, config.qkv_bias, tp)
+        kept = range(heads.heads.start * head_dim, heads.heads.stop * head_dim)
+        self.o_proj = RowParallelLinear(config.num_heads * head_dim, size, kept, config.o_bias, tp)
+        self.q_norm = RMSNorm(head_dim, self.eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, self.eps) if qk_norm else None
+
+    def forward(self, hidden: Hidden, batch: StepBatch, rope_PH: Tensor) -> Hidden:
+        qkv_TX, residual_TD = self.qkv_proj(hidden)
+        q_TNH = qkv_to_cache(
+            qkv_TX,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            rope_PH,
+            batch.positions_T,
+            batch.slots_T,
+            self.k_cache,
+            self.v_cache,
+        )
+        out_TNH = paged_attention(
+            q_TNH, self.k_cache, self.v_cache, batch.block_tables_BM, batch.query_lens, batch.context_lens
+        )
+        return self.o_proj(out_TNH.flatten(1), residual_TD)
+
+
+def bind_kv_cache(model: nn.Module, kv_cache: Tensor) -> None:
+    """Give each Attention its layer of kv_cache [layers, 2 (k, v), blocks, block_size, K_r, H], in the model's order."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer, (k_cache, v_cache) in zip(layers, kv_cache, strict=True):
+        layer.k_cache, layer.v_cache = k_cache, v_cache

@@ -1,0 +1,66 @@
+"""The vocabulary at both ends of the model, split by rows over the ranks: embedding and LM head."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanollm.distributed.partition import vocab_shard_size
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.layers.hidden import Hidden
+from nanollm.layers.weights import TensorPart
+
+
+class _VocabParallel(nn.Module):
+    """Holds weight [V_r, D]: this rank's rows of the vocabulary, the last ones padding if V doesn't divide."""
+
+    def __init__(self, vocab_size: int, size: int, tp: TPGroup) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        shard = vocab_shard_size(vocab_size, tp.size)
+        self.start = min(tp.rank * shard, vocab_size)
+        self.num_rows = min(shard, vocab_size - self.start)  # real ones
+        self.weight = nn.Parameter(torch.zeros(shard, size), requires_grad=False)
+        self.weight.num_padding = (shard - self.num_rows) * size  # type: ignore[attr-defined]
+
+    def tensor_parts(self, path: str) -> list[TensorPart]:
+        size = self.weight.shape[1]
+        index = (slice(self.start, self.start + self.num_rows), slice(0, size))
+        return [TensorPart(f"{path}.weight", (self.vocab_size, size), index, self.weight[: self.num_rows])]
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """Token ids to vectors. One rank holds each token's row, the others add zero: the sum is left pending."""
+
+    def forward(self, token_ids_T: Tensor) -> Hidden:
+        if self.tp.size == 1:
+            return Hidden(None, F.embedding(token_ids_T, self.weight))
+        local_T = token_ids_T - self.start
+        mine_T = (local_T >= 0) & (local_T < self.num_rows)
+        x_TD = F.embedding(torch.where(mine_T, local_T, 0), self.weight)
+        return Hidden(None, x_TD.masked_fill(~mine_T[:, None], 0))
+
+
+class ParallelLMHead(_VocabParallel):
+    """Hidden to this rank's logits. With `tied_to` it shares that embedding's storage and loads nothing."""
+
+    def __init__(self, vocab_size: int, size: int, tp: TPGroup, tied_to: VocabParallelEmbedding | None = None) -> None:
+        super().__init__(vocab_size, size if tied_to is None else 0, tp)
+        self.tied = tied_to is not None
+        if tied_to is not None:
+            self.weight = tied_to.weight
+
+    def forward(self, hidden: Hidden) -> Tensor:
+        """logits_r: [L, V_r], its padding -inf so that it can never be sampled."""
+        normed_LD, _ = hidden.resolve(self.tp)
+        logits_r = F.linear(normed_LD, self.weight)
+        if self.num_rows < len(self.weight):
+            logits_r[:, self.num_rows :] = float("-inf")
+        return logits_r
+
+    def gather(self, logits_r: Tensor) -> Tensor:
+        """Every rank's logits side by side, padding cut off: float32 [L, V]."""
+        return self.tp.all_gather(logits_r).transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
+
+    def tensor_parts(self, path: str) -> list[TensorPart]:
+        return [] if self.tied else super().tensor_parts(path)

@@ -1,0 +1,24 @@
+"""RMSNorm as a layer: it only says which norm comes next; the layer that reads the Hidden computes it."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from nanollm.layers.hidden import Hidden
+from nanollm.layers.weights import TensorPart, whole
+
+
+class RMSNorm(nn.Module):
+    """Attach this norm to a Hidden. weight_D is whole on every rank."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        return replace(hidden, norm_weight_D=self.weight, norm_eps=self.eps)
+
+    def tensor_parts(self, path: str) -> list[TensorPart]:
+        return [whole(f"{path}.weight", self.weight)]

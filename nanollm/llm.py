@@ -1,0 +1,294 @@
+"""LLM: the offline API. Text or token ids in, RequestOutputs out."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from nanollm.config import EngineConfig
+from nanollm.engine.engine_core import EngineCore, EngineStats
+from nanollm.engine.sequence import Sequence as EngineSequence
+from nanollm.models.source import resolve_model
+from nanollm.outputs import EngineOutput, RequestOutput
+from nanollm.runtime.executor import Executor, resolve_device
+from nanollm.sampling_params import SamplingParams
+from nanollm.text.chat import render_chat
+from nanollm.text.output_processor import OutputProcessor
+from nanollm.text.tokenizer import encode_prompt, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass
+class _Request:
+    """A validated request, not queued yet."""
+
+    sequence: EngineSequence
+    prompt: str | None
+
+
+class LLM:
+    """A model ready to generate. Keyword arguments are EngineConfig's fields.
+
+    Calls may come from several threads: the engine runs one step at a time, for whoever waits. `with LLM(...) as llm:`
+    or close() frees the model.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self.config = EngineConfig.from_args(model, **kwargs)
+        device = resolve_device(self.config.device)
+        source = resolve_model(
+            model,
+            revision=self.config.revision,
+            load_format=self.config.load_format,
+            hf_overrides=self.config.hf_overrides,
+        )
+        self.model_config = source.config
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        where = self.config.tokenizer or source.path
+        if where is not None and not self.config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(where, revision=self.config.revision)
+        self._executor = Executor(self.config, source, device)
+        overlap = device.type != "cpu" if self.config.overlap is None else self.config.overlap
+        self._engine = EngineCore(self.config, source.config, self._executor, overlap)
+        self._processor = OutputProcessor(self.tokenizer)
+        self._lock = threading.RLock()
+        self._mailboxes: dict[int, deque[RequestOutput | EngineOutput | BaseException]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; returns the outputs in the order of the prompts.
+
+        prompts: one or a list of: a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}, these
+            with an optional "cache_salt" (prompts share cached prefixes only within one salt).
+        sampling_params: one for all, or one per prompt.
+        Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
+        """
+        requests = self._prepare(prompts, sampling_params)
+        outputs: dict[int, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            num_tokens = 0
+            for index, output in self._run(requests, stream=False):
+                outputs[index] = output
+                num_tokens += len(output.outputs[0].token_ids)
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
+        return [outputs[index] for index in range(len(requests))]
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield each request's output so far whenever it grew; request_id is the prompt's index, as a string.
+
+        Text and token_ids are cumulative. Closing the iterator early aborts what is left. Raises as generate does.
+        """
+        requests = self._prepare(prompts, sampling_params)
+        return (output for _, output in self._run(requests, stream=True))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's next message of one conversation, or of each in a list of them.
+
+        template_kwargs go to the chat template (enable_thinking=False, tools=[...]). Without sampling_params an answer
+        may be as long as the context allows.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
+        token_prompts = [{"prompt": text, "prompt_token_ids": self._encode(text, special=False)} for text in prompts]
+        return self.generate(token_prompts, sampling_params or SamplingParams(max_tokens=None), use_tqdm=use_tqdm)
+
+    def apply_chat_template(self, messages: Any, **template_kwargs: Any) -> str:
+        """The conversation as the prompt text that the model was trained on, up to where the assistant answers."""
+        return render_chat(self._need_tokenizer("chat"), messages, **template_kwargs)
+
+    def compute_logits(self, prompts: Prompt | Sequence[Prompt]) -> "list[torch.Tensor]":
+        """The model's logits at every position of each prompt: float32 [tokens, V] on the CPU.
+
+        Row t is the distribution of the token after prompt token t. Prompts may be as long as max_model_len.
+        """
+        import torch
+
+        requests = self._prepare(prompts, SamplingParams(max_tokens=1, temperature=0, detokenize=False), all_logits=True)
+        logits: dict[int, torch.Tensor] = {}
+        for index, output in self._run(requests, stream=None):
+            logits[index] = torch.cat(output.logits)
+        return [logits[index] for index in range(len(requests))]
+
+    def get_stats(self) -> EngineStats:
+        """Running and waiting requests, free and total KV blocks, prefix-cache hits, preemptions, tokens in and out."""
+        with self._lock:
+            return self._engine.get_stats()
+
+    def close(self) -> None:
+        """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
+        with self._lock:
+            self._engine.scheduler.reset()
+            self._executor.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        all_logits: bool = False,
+    ) -> list[_Request]:
+        """Tokenize and validate everything before anything is queued, so that a bad prompt loses nothing else."""
+        if isinstance(prompts, (str, Mapping)) or (len(prompts) and not _is_prompt(prompts[0])):
+            prompts = [prompts]  # type: ignore[list-item]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
+            )
+        with self._lock:
+            return [
+                self._prepare_one(prompt, params, index, all_logits)
+                for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
+            ]
+
+    def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool) -> _Request:
+        try:
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
+            text, token_ids, salt = self._read_prompt(prompt)
+            # A copy with its settings checked again: fields may have been assigned since.
+            params = replace(params)
+            if params.stop:
+                self._need_tokenizer("stop strings")
+            sequence = self._engine.make_sequence(token_ids, params, all_logits=all_logits, cache_salt=salt)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+        return _Request(sequence, text)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
+        """Returns (text if there is one, token ids, cache salt)."""
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt, special=True), ""
+        if not isinstance(prompt, Mapping):
+            return None, _token_list(prompt), ""
+        if unknown := set(prompt) - _PROMPT_KEYS:
+            raise ValueError(f"unknown prompt field {sorted(unknown)[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+        if not isinstance(salt, str) or (text is not None and not isinstance(text, str)):
+            raise ValueError("prompt and cache_salt must be strings")
+        if (token_ids := prompt.get("prompt_token_ids")) is not None:
+            return text, _token_list(token_ids), salt
+        if text is None:
+            raise ValueError('a prompt dict needs "prompt" or "prompt_token_ids"')
+        return text, self._encode(text, special=True), salt
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        return encode_prompt(self._need_tokenizer("a text prompt"), text, add_special_tokens=special)
+
+    def _need_tokenizer(self, what: str) -> "PreTrainedTokenizerBase":
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer: give token ids, or pass tokenizer= and no skip_tokenizer_init")
+        return self.tokenizer
+
+    def _run(self, requests: list[_Request], *, stream: bool | None) -> Iterator[tuple[int, Any]]:
+        """Queue the requests and yield (index, output) as they progress; stream None yields EngineOutputs at the end.
+
+        However this generator ends, its requests are out of the engine afterwards.
+        """
+        mailbox: deque[RequestOutput | EngineOutput | BaseException] = deque()
+        index_of: dict[int, int] = {}
+        try:
+            with self._lock:
+                for index, request in enumerate(requests):
+                    seq = request.sequence
+                    self._engine.add(seq)
+                    index_of[seq.request_id] = index
+                    self._mailboxes[seq.request_id] = mailbox
+                    if stream is not None:
+                        self._processor.add(
+                            seq.request_id,
+                            str(seq.request_id),
+                            request.prompt,
+                            seq.token_ids.tolist(),
+                            seq.params,
+                            seq.metrics,
+                            stream=stream,
+                        )
+            left = len(requests)
+            while left:
+                with self._lock:
+                    if not mailbox:
+                        self._pump()
+                while mailbox:
+                    output = mailbox.popleft()
+                    if isinstance(output, BaseException):
+                        raise output
+                    index = index_of[int(output.request_id)]
+                    if isinstance(output, RequestOutput):
+                        output.request_id = str(index)
+                        left -= output.finished
+                    else:
+                        left -= 1
+                    yield index, output
+        finally:
+            with self._lock:
+                for request_id in index_of:
+                    self._mailboxes.pop(request_id, None)
+                    self._processor.discard(request_id)
+                    self._engine.abort(request_id)
+                while not self._mailboxes and self._engine.has_unfinished:
+                    self._engine.step()
+
+    def _pump(self) -> None:
+        """Run one step and deliver what it brought. If it fails, everybody who waits gets the error."""
+        try:
+            outputs = self._engine.step()
+        except BaseException as error:
+            for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
+                mailbox.append(error)
+            return
+        results, aborts = self._processor.process(outputs)
+        for result in results:
+            self._mailboxes[int(result.request_id)].append(result)
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is not None and output.logits and output.finish_reason is not None:
+                mailbox.append(output)
+        for request_id in aborts:
+            self._engine.abort(request_id)
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether a list's first element is a prompt itself, rather than a token id of the one prompt."""
+    return isinstance(value, (str, Mapping, Sequence)) or hasattr(value, "tolist") and bool(getattr(value, "shape", ()))
+
+
+def _token_list(prompt: object) -> Sequence[int]:
+    """A prompt of token ids as a list; arrays and tensors are converted."""
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"a prompt must be a string, a list of token ids or a dict, got {prompt!r}")
+    return values

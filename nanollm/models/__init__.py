@@ -1,0 +1,1 @@
+"""Model definitions, and where their weights come from."""

@@ -1,0 +1,76 @@
+"""Qwen3 (Qwen Team, 2025): the whole model, at any tensor-parallel degree."""
+
+import torch
+from torch import Tensor, nn
+
+from nanollm.config import ModelConfig
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.layers.activation import GatedMLP
+from nanollm.layers.attention import Attention
+from nanollm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanollm.layers.hidden import Hidden
+from nanollm.layers.norm import RMSNorm
+from nanollm.layers.rotary import rope_table
+from nanollm.layers.step_batch import StepBatch
+from nanollm.layers.weights import TensorPart
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention, then pre-norm feed-forward, each adding to the residual stream."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, tp, qk_norm=qk_norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config, tp)
+
+    def forward(self, hidden: Hidden, batch: StepBatch, rope_PH: Tensor) -> Hidden:
+        hidden = self.self_attn(self.input_layernorm(hidden), batch, rope_PH)
+        return self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Decoder(nn.Module):
+    """Embedding, decoder layers and the final norm; named so that module paths are Hugging Face's tensor names."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.layers = nn.ModuleList(DecoderLayer(config, tp, qk_norm=qk_norm) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: StepBatch, rope_PH: Tensor) -> Hidden:
+        hidden = self.embed_tokens(batch.token_ids_T)
+        for layer in self.layers:
+            hidden = layer(hidden, batch, rope_PH)
+        return self.norm(hidden)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """A StepBatch in, this rank's logits [L, V_r] out. max_position bounds the rotary table."""
+
+    qk_norm = True
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, max_position: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, tp, qk_norm=self.qk_norm)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to=tied)
+        # Made on the CPU on purpose: the same table whatever the device and dtype.
+        with torch.device("cpu"):
+            rope_PH = rope_table(config.rope, config.head_dim, max_position)
+        self.rope_PH = nn.Buffer(rope_PH.to(self.lm_head.weight.device), persistent=False)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        hidden = self.model(batch, self.rope_PH)
+        return self.lm_head(hidden.rows(batch.logit_rows_L))
+
+    def tensor_parts(self) -> list[TensorPart]:
+        """What to load: every part of every parameter of this rank."""
+        layers = ((path, module) for path, module in self.named_modules() if path and hasattr(module, "tensor_parts"))
+        return [part for path, module in layers for part in module.tensor_parts(path)]
+
+    def ignored_tensors(self) -> list[str]:
+        """Checkpoint tensors that may be there without a use: the head of a model whose embeddings are tied."""
+        return ["lm_head.weight"] if self.config.tie_word_embeddings else []

@@ -1,0 +1,50 @@
+"""How many KV blocks there may be, and the tensor that holds them."""
+
+import torch
+from torch import Tensor
+
+from nanollm.config import EngineConfig, ModelConfig
+from nanollm.distributed.partition import HeadPartition
+
+CPU_CACHE_BYTES = 4 * 2**30
+
+
+def block_bytes(config: ModelConfig, heads: HeadPartition, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on this rank: k and v of every layer."""
+    return config.num_layers * 2 * block_size * len(heads.kv_heads) * config.head_dim * dtype.itemsize
+
+
+def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
+    """Blocks to allocate: what the user said, or what fits `available_bytes`, and never more than all rows can fill.
+
+    ValueError, with the numbers and the flags to change, if that is not even one block.
+    """
+    assert config.block_size is not None
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    budget = available_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+    if budget < bytes_per_block:
+        raise ValueError(
+            f"no room for the KV cache: {max(budget, 0) / 2**20:.0f} MiB left, one block of {config.block_size} tokens "
+            f"takes {bytes_per_block / 2**20:.2f} MiB: free memory, raise gpu_memory_utilization (now "
+            f"{config.gpu_memory_utilization}) or kv_cache_memory_bytes, or lower block_size"
+        )
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return min(budget // bytes_per_block, useful)
+
+
+def available_gpu_bytes(config: EngineConfig, device: torch.device) -> int:
+    """What gpu_memory_utilization leaves for the KV cache, everything else being allocated or having peaked."""
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    # What PyTorch holds but doesn't use now counts as free, up to the peak that a step needs beside the cache.
+    spare = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.peak"]
+    return int(total * config.gpu_memory_utilization) - (total - free) + max(spare, 0)
+
+
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, config: ModelConfig, heads: HeadPartition, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[layers, 2 (k, v), blocks, block_size, K_r, H]. Zeros, so that masked reads of unused slots are finite."""
+    shape = (config.num_layers, 2, num_blocks, block_size, len(heads.kv_heads), config.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,161 @@
+"""ModelRunner: one rank's model, KV cache and rows, and the step that uses them."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanollm.config import EngineConfig, ModelConfig
+from nanollm.distributed.partition import HeadPartition
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.layers.attention import bind_kv_cache
+from nanollm.layers.sampler import sample
+from nanollm.models.loader import load_weights
+from nanollm.models.registry import MODELS
+from nanollm.models.source import ModelSource
+from nanollm.runtime.kv_cache import (
+    CPU_CACHE_BYTES,
+    allocate_kv_cache,
+    available_gpu_bytes,
+    block_bytes,
+    num_kv_blocks,
+)
+from nanollm.runtime.rows import RowState
+from nanollm.runtime.step_plan import StepPlan, StepResult
+
+_POLL_SECONDS = 20e-6
+
+
+@dataclass
+class PendingResult:
+    """A launched step's tokens on their way to the host: ids [S] and logits [L - S, V] in host memory once `done`."""
+
+    ids_S: Tensor
+    logits: Tensor | None
+    done: torch.cuda.Event | None
+
+    def wait(self) -> StepResult:
+        """The result; polls, since blocking inside CUDA would hold off signals and other ranks' errors."""
+        while self.done is not None and not self.done.query():
+            time.sleep(_POLL_SECONDS)
+        return StepResult(self.ids_S.tolist(), self.logits)
+
+
+class ModelRunner:
+    """Runs one rank's share of every step.
+
+    Loads the weights, finds out how many KV blocks fit, and then executes plans in order: launch() returns when the
+    work is queued on the device. num_kv_blocks and max_model_len are what the scheduler must keep to.
+    """
+
+    def __init__(self, config: EngineConfig, source: ModelSource, tp: TPGroup, device: torch.device) -> None:
+        model_config = source.config
+        self.tp = tp
+        self.device = device
+        self.dtype = resolve_dtype(config.dtype, model_config, device)
+        self.max_model_len = resolve_max_model_len(config, model_config)
+        self.heads = HeadPartition(model_config.num_heads, model_config.num_kv_heads, tp.size, tp.rank)
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with torch.device(device):
+                self.model = MODELS[model_config.architecture](model_config, tp, self.max_model_len)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        shapes = {part.name: part.shape for part in self.model.tensor_parts()}
+        checkpoint = source.open_checkpoint(shapes, seed=config.seed, dtype=self.dtype, device=device)
+        load_weights(self.model, checkpoint, show_progress=tp.rank == 0)
+        checkpoint.close()
+        self._allocate(config, model_config)
+
+    def _allocate(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        """Rows, and a KV cache of the size that a largest step leaves room for."""
+        assert config.block_size is not None
+        max_blocks = -(-(self.max_model_len + 1) // config.block_size)
+        num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.rows = RowState(num_rows, max_blocks, config.block_size, self.device)
+        per_block = block_bytes(model_config, self.heads, config.block_size, self.dtype)
+        available = CPU_CACHE_BYTES
+        if self.device.type == "cuda":
+            self._profile(config, model_config, num_rows)
+            available = available_gpu_bytes(config, self.device)
+        self.num_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
+        cache = allocate_kv_cache(
+            self.num_kv_blocks, config.block_size, model_config, self.heads, self.dtype, self.device
+        )
+        bind_kv_cache(self.model, cache)
+
+    def _profile(self, config: EngineConfig, model_config: ModelConfig, num_rows: int) -> None:
+        """Run the largest step there can be on a small cache, so that memory statistics know its peak."""
+        assert config.block_size is not None
+        length = min(config.max_num_batched_tokens, self.max_model_len)
+        num_prompts = max(config.max_num_batched_tokens // length, 1)
+        num_rows = min(num_prompts, num_rows)
+        num_blocks = -(-length // config.block_size)
+        cache = allocate_kv_cache(num_blocks, config.block_size, model_config, self.heads, self.dtype, self.device)
+        bind_kv_cache(self.model, cache)
+        rows = np.arange(num_rows, dtype=np.int32)
+        ones = np.ones(num_rows, np.int32)
+        tokens = np.zeros(num_rows * length, np.int32)
+        logit_rows = np.arange(min(config.max_num_seqs, len(tokens)), dtype=np.int32)
+        blocks = np.tile(np.arange(num_blocks, dtype=np.int32), num_rows)
+        sampled = np.resize(rows, len(logit_rows))
+        none = np.zeros(0, np.int32)
+        plan = StepPlan(
+            0, rows, ones * length, ones * 0, ones * 0, tokens, rows, ones * 0, ones * num_blocks, blocks, logit_rows,
+            sampled, none, none,
+        )  # fmt: skip
+        self.launch(plan).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingResult:
+        """Queue one step on the device: forward, then sample, then the copy of its tokens to the host."""
+        batch, sampling, sampled_rows_S = self.rows.apply(plan)
+        logits_r = self.model(batch)
+        num_sampled = len(sampled_rows_S)
+        ids_S = sample(logits_r[:num_sampled], sampling, self.model.lm_head.start, self.tp)
+        self.rows.last_token_R[sampled_rows_S] = ids_S
+        logits = None
+        if len(plan.logit_rows_L) > num_sampled:
+            logits = self.model.lm_head.gather(logits_r[num_sampled:])
+        if self.device.type == "cpu":
+            return PendingResult(ids_S, logits, None)
+        host_ids_S = _to_host(ids_S)
+        host_logits = None if logits is None else _to_host(logits)
+        done = torch.cuda.Event()
+        done.record()
+        return PendingResult(host_ids_S, host_logits, done)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def resolve_dtype(dtype: str, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that "auto" means here; ValueError if this GPU can't do what was asked for."""
+    bf16_works = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if bf16_works and model_config.dtype != "float16" else torch.float16
+    if dtype == "bfloat16" and not bf16_works:
+        raise ValueError("dtype 'bfloat16' is not supported by this GPU: use dtype='float16'")
+    return getattr(torch, dtype)
+
+
+def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The user's max_model_len, or the model's. Longer than the model's is an error that names both."""
+    rope = model_config.rope
+    longest = model_config.max_position
+    if rope.rope_type in ("yarn", "linear"):  # stretched contexts may or may not be in max_position_embeddings already
+        longest = max(longest, int(rope.original_max_position * rope.factor))
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is longer than the model's {longest} positions: lower it, or set "
+            "rope scaling through hf_overrides"
+        )
+    return config.max_model_len
