@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nanollm
+from nanollm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from nanollm.llm import LLM
@@ -75,12 +76,13 @@ def run_generate(args: argparse.Namespace) -> int:
     return exit_code
 
 
-def as_chat(llm: "LLM", question: str, system: str | None) -> str:
+def as_chat(llm: "LLM", question: str, system: str | None) -> str | dict[str, list[int]]:
     """The question as a chat's first message; a model without a chat template gets it as it is."""
-    if getattr(llm.tokenizer, "chat_template", None) is None:
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         return question
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return llm.apply_chat_template([*messages, {"role": "user", "content": question}])
+    text = llm.apply_chat_template([*messages, {"role": "user", "content": question}])
+    return {"prompt_token_ids": encode_prompt(llm.tokenizer, text, add_special_tokens=False)}  # the template has BOS
 
 
 class AnswerPrinter:

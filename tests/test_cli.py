@@ -21,7 +21,7 @@ class FakeLLM:
 
     script: list[RequestOutput | BaseException]
     calls: dict[str, Any]
-    tokenizer = SimpleNamespace(chat_template="{{ messages }}")
+    tokenizer = SimpleNamespace(chat_template="…", encode=lambda text, add_special_tokens, verbose: list(text.encode()))
 
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.calls.update(model=model, kwargs=kwargs)
@@ -75,7 +75,7 @@ def test_flags_reach_the_engine_and_unset_ones_do_not(llm: type[FakeLLM]) -> Non
 
 def test_prompts_are_chat_messages_unless_raw(llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["generate", "hi", "--model", "m", "--system", "Be brief."])
-    assert llm.calls["prompts"] == ["system:Be brief.|user:hi"]
+    assert llm.calls["prompts"] == [{"prompt_token_ids": list(b"system:Be brief.|user:hi")}]
     main(["generate", "hi", "--model", "m", "--raw"])
     assert llm.calls["prompts"] == ["hi"]
     monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=None))
