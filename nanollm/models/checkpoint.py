@@ -22,7 +22,7 @@ class Checkpoint(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """That slice of a tensor in its stored floating-point type; one slice per dimension, step 1."""
+        """That slice of a tensor in its stored floating-point type. One slice per dimension, step 1, not empty."""
         ...
 
     def close(self) -> None:
