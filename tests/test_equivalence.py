@@ -1,0 +1,120 @@
+"""The engine computes what transformers computes, however the work is cut into steps."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.conftest import VOCAB_SIZE, hf_greedy, random_prompt
+
+from nanollm import LLM, SamplingParams
+
+GREEDY_64 = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+LENGTHS = (1, 2, 15, 16, 17, 33, 64)
+KINDS = ("qwen3", "qwen2", "llama")
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_at_every_position_and_greedy_tokens_equal_transformers(tiny: Any, kind: str) -> None:
+    model = tiny(kind)
+    prompts = [random_prompt(length) for length in LENGTHS]
+    with model.llm() as llm:
+        for prompt, logits in zip(prompts, llm.compute_logits(prompts), strict=True):
+            assert logits.shape == (len(prompt), VOCAB_SIZE) and logits.dtype == torch.float32
+            torch.testing.assert_close(logits, model.logits(prompt), atol=1e-4, rtol=0)
+        outputs = llm.generate(prompts, GREEDY_64, use_tqdm=False)
+    assert tokens(outputs) == [model.greedy(prompt, 64) for prompt in prompts]
+
+
+def test_changing_a_later_token_leaves_earlier_logits_equal(tiny: Any) -> None:
+    prompt = random_prompt(40)
+    changed = [*prompt[:20], (prompt[20] + 1) % VOCAB_SIZE, *prompt[21:]]
+    with tiny("qwen3").llm() as llm:
+        before, after = llm.compute_logits([prompt, changed])
+    assert torch.equal(before[:20], after[:20])
+    assert not torch.allclose(before[20:], after[20:], atol=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 15, 16, 17, 0])
+def test_any_chunk_size_overlapped_or_not_gives_the_same_tokens(tiny: Any, overlap: bool, chunk: int) -> None:
+    model = tiny("qwen3")
+    prompts = [random_prompt(length, seed=1) for length in LENGTHS]
+    expected = [model.greedy(prompt, 12) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with model.llm(overlap=overlap, long_prefill_token_threshold=chunk) as llm:
+        assert tokens(llm.generate(prompts, params, use_tqdm=False)) == expected
+        assert tokens(llm.generate(prompts[::-1], params, use_tqdm=False)) == expected[::-1]  # now from cached prefixes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_seeded_samples_are_the_same_alone_and_in_any_batch(tiny: Any, overlap: bool) -> None:
+    prompts = [random_prompt(length, seed=2) for length in LENGTHS]
+    params = [SamplingParams(temperature=0.8, seed=i - 3, max_tokens=20, ignore_eos=True) for i in range(len(prompts))]
+    with tiny("qwen3").llm(overlap=overlap) as llm:
+        together = tokens(llm.generate(prompts, params, use_tqdm=False))
+        alone = [tokens(llm.generate([p], q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
+    assert together == alone
+    with tiny("qwen3").llm(overlap=not overlap, long_prefill_token_threshold=7, max_num_seqs=2) as llm:
+        assert tokens(llm.generate(prompts, params, use_tqdm=False)) == together
+
+
+def test_greedy_rows_are_exact_beside_sampled_ones(tiny: Any) -> None:
+    model = tiny("qwen3")
+    prompts = [random_prompt(length, seed=3) for length in (5, 9, 12)]
+    params = [SamplingParams(temperature=t, max_tokens=16, ignore_eos=True, seed=7) for t in (0, 1.5, 0)]
+    with model.llm() as llm:
+        greedy, sampled, greedy_too = tokens(llm.generate(prompts, params, use_tqdm=False))
+    assert (greedy, greedy_too) == (model.greedy(prompts[0], 16), model.greedy(prompts[2], 16))
+    assert sampled != model.greedy(prompts[1], 16)
+
+
+def test_same_seed_draws_different_tokens_at_different_positions_and_for_different_prompts(tiny: Any) -> None:
+    params = SamplingParams(temperature=5.0, seed=1, max_tokens=48, ignore_eos=True)
+    with tiny("qwen3").llm() as llm:
+        a, b = tokens(llm.generate([random_prompt(4), random_prompt(5)], params, use_tqdm=False))
+    assert a != b and len(set(a)) > 24
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_any_head_dim_that_is_not_hidden_over_heads(tiny: Any, model_type: str, head_dim: int) -> None:
+    model = tiny(model_type, head_dim=head_dim, num_attention_heads=3, num_key_value_heads=1, vocab_size=301)
+    prompt = random_prompt(20)
+    with model.llm() as llm:
+        torch.testing.assert_close(llm.compute_logits([prompt])[0], model.logits(prompt), atol=1e-4, rtol=0)
+
+
+def test_float32_layers_do_not_change_their_input(tiny: Any) -> None:
+    prompt = random_prompt(20)
+    with tiny("qwen3").llm(enable_prefix_caching=False) as llm:
+        first, second = llm.compute_logits([prompt])[0], llm.compute_logits([prompt])[0]
+    assert torch.equal(first, second)
+
+
+def test_smollm2_writes_the_greedy_tokens_of_transformers(smollm2_path: Path) -> None:
+    chats = [
+        "What is the capital of France?",
+        "Write a short poem about the sea.",
+        "List three prime numbers and explain why they are prime.",
+    ]
+    with LLM(str(smollm2_path), num_kv_blocks=64) as llm:
+        prompts = [llm.apply_chat_template([{"role": "user", "content": text}]) for text in chats]
+        outputs = llm.generate(
+            [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in prompts],
+            GREEDY_64,
+            use_tqdm=False,
+        )
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    ).eval()
+    for output in outputs:
+        assert output.outputs[0].token_ids == hf_greedy(oracle, output.prompt_token_ids, 64)
+    del oracle
+    gc.collect()

@@ -1,0 +1,285 @@
+"""The offline API at its edges: inputs, errors, streaming, threads, closing."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import VOCAB_SIZE, random_prompt
+
+from nanollm import LLM, SamplingParams
+from nanollm.layers.activation import GatedMLP
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Any) -> Any:
+    with tiny("qwen3").llm() as llm:
+        yield llm
+
+
+def assert_empty(llm: LLM) -> None:
+    """Nothing runs, waits, or holds a block."""
+    stats = llm.get_stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_total_blocks)
+    llm._engine.scheduler.sanity_checks()
+
+
+def test_outputs_have_the_field_names_of_vllm_and_the_order_of_the_prompts(tiny: Any, llm: LLM) -> None:
+    prompts = [random_prompt(n) for n in (30, 3, 17)]
+    outputs = llm.generate(prompts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 9, 5)])
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 9, 5]
+    first = outputs[0]
+    assert (first.request_id, first.prompt, first.finished, first.num_cached_tokens) == ("0", None, True, 0)
+    assert (first.outputs[0].index, first.outputs[0].finish_reason, first.outputs[0].stop_reason) == (0, "length", None)
+    assert first.outputs[0].text == ""
+    times = first.metrics
+    assert times is not None and times.first_scheduled_time is not None and times.finished_time is not None
+    assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
+    assert times.ttft == times.first_token_time - times.arrival_time
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [5, 6, 7],
+        [[5, 6, 7]],
+        (5, 6, 7),
+        torch.tensor([5, 6, 7]),
+        {"prompt_token_ids": [5, 6, 7]},
+        [{"prompt_token_ids": [5, 6, 7], "prompt": "as text"}],
+    ],
+)
+def test_every_form_of_one_prompt(tiny: Any, llm: LLM, prompt: Any) -> None:
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == tiny("qwen3").greedy([5, 6, 7], 8)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == [] == llm.compute_logits([])
+    assert list(llm.generate_stream([])) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ([1, -1], f"token 1 must be from 0 to {VOCAB_SIZE - 1}, got -1"),
+        ([VOCAB_SIZE], f"from 0 to {VOCAB_SIZE - 1}, got {VOCAB_SIZE}"),
+        ([2**31], "got 2147483648"),
+        ([3.0], "must be an integer, got 3.0"),
+        ([True], "must be an integer, got True"),
+        ("text", "needs a tokenizer"),
+        ({"prompt_tokens": [1]}, "unknown prompt field 'prompt_tokens'"),
+        ({}, 'needs "prompt" or "prompt_token_ids"'),
+        ({"prompt": 5}, "must be strings"),
+        ([1] * 256, "prompt has 256 tokens, but max_model_len is 256"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        llm.generate([[5, 6, 7], prompt], GREEDY)
+    assert str(error.value).startswith("prompt 1: ")
+    assert_empty(llm)
+
+
+def test_an_object_that_is_no_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        llm.generate(5, GREEDY)  # type: ignore[arg-type]
+
+
+def test_one_sampling_params_for_all_or_one_each(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="3 prompts came with 2 sampling_params"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.generate([[1]], [{"temperature": 0}])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="stop_token_ids must be from 0 to 299, got 300"):
+        llm.generate([[1]], SamplingParams(stop_token_ids=[300]))
+
+
+def test_a_prompt_that_can_never_fit_the_cache_is_refused_with_the_numbers(tiny: Any) -> None:
+    with tiny("qwen3").llm(num_kv_blocks=2) as llm:
+        with pytest.raises(ValueError, match="prompt has 33 tokens, but the KV cache holds 32"):
+            llm.generate([[1] * 33], GREEDY)
+        assert len(llm.generate([[1] * 32], GREEDY)[0].outputs[0].token_ids) == 1
+
+
+def test_generation_runs_to_the_end_of_the_context(tiny: Any) -> None:
+    model = tiny("qwen3")
+    prompt = random_prompt(20)
+    with model.llm(max_model_len=30) as llm:
+        for max_tokens in (None, 2**31 - 1, 11):
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert output.outputs[0].token_ids == model.greedy(prompt, 10)
+            assert output.outputs[0].finish_reason == "length"
+        (logits,) = llm.compute_logits([random_prompt(30)])
+        torch.testing.assert_close(logits, model.logits(random_prompt(30)), atol=1e-4, rtol=0)
+        with pytest.raises(ValueError, match="prompt has 31 tokens, but max_model_len is 30"):
+            llm.compute_logits([random_prompt(31)])
+    with pytest.raises(ValueError, match="max_model_len 257 is longer than the model's 256"):
+        model.llm(max_model_len=257)
+
+
+def test_eos_and_stop_tokens(tiny: Any) -> None:
+    model = tiny("qwen3")
+    prompt = random_prompt(20)
+    expected = model.greedy(prompt, 12)
+    first, later = expected[0], next(t for t in expected if t != expected[0])
+    at = expected.index(later) + 1
+
+    def run(llm: LLM, **params: Any) -> tuple[list[int], Any, Any]:
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, **params), use_tqdm=False)
+        completion = output.outputs[0]
+        return completion.token_ids, completion.finish_reason, completion.stop_reason
+
+    for overlap in (False, True):
+        with model.llm(overlap=overlap, hf_overrides={"eos_token_id": [0, later]}) as llm:
+            assert run(llm, max_tokens=12) == (expected[:at], "stop", None)
+            assert run(llm, max_tokens=at) == (expected[:at], "stop", None)  # EOS exactly at max_tokens
+            assert run(llm, max_tokens=12, ignore_eos=True) == (expected, "length", None)
+            assert run(llm, max_tokens=12, stop_token_ids=[first]) == ([first], "stop", first)
+            assert run(llm, max_tokens=12, stop_token_ids=[first], ignore_eos=True) == ([first], "stop", first)
+            assert_empty(llm)
+        with model.llm(overlap=overlap, hf_overrides={"eos_token_id": first}) as llm:
+            assert run(llm, max_tokens=12) == ([first], "stop", None)  # EOS as the very first token
+
+
+def test_stream_grows_to_what_generate_gives(llm: LLM) -> None:
+    prompts = [random_prompt(n) for n in (4, 20, 7)]
+    expected = {o.request_id: o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)}
+    seen: dict[str, int] = {}
+    for output in llm.generate_stream(prompts, GREEDY):
+        ids = output.outputs[0].token_ids
+        assert ids == expected[output.request_id][: len(ids)] and len(ids) > seen.get(output.request_id, 0)
+        assert output.finished == (len(ids) == 8)
+        seen[output.request_id] = len(ids)
+    assert seen == dict.fromkeys(expected, 8)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stream_closed_early_leaves_the_engine_empty(tiny: Any, overlap: bool) -> None:
+    with tiny("qwen3").llm(overlap=overlap) as llm:
+        stream = llm.generate_stream([random_prompt(n) for n in (4, 20)], GREEDY)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert_empty(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_an_exception_in_a_step_the_engine_is_empty_and_right(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, error: type[BaseException]
+) -> None:
+    model = tiny("qwen3")
+    prompts = [random_prompt(n, seed=5) for n in (4, 40, 33)]
+    calls = 0
+    forward = GatedMLP.forward
+
+    def fail_once(self: GatedMLP, hidden: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise error("from a layer")
+        return forward(self, hidden)
+
+    with model.llm(overlap=overlap) as llm:
+        monkeypatch.setattr(GatedMLP, "forward", fail_once)
+        with pytest.raises(error, match="from a layer"):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert_empty(llm)
+        outputs = llm.generate(prompts[::-1], GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == [model.greedy(p, 8) for p in prompts[::-1]]
+
+
+def test_inside_a_running_event_loop(llm: LLM) -> None:
+    async def main() -> Any:
+        return llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+
+    assert len(asyncio.run(main())[0].outputs[0].token_ids) == 8
+
+
+def test_several_threads_share_one_engine(tiny: Any, llm: LLM) -> None:
+    prompts = [random_prompt(n, seed=6) for n in (3, 18, 25, 40)]
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            results[i] = llm.generate([prompts[i]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {i: tiny("qwen3").greedy(prompt, 8) for i, prompt in enumerate(prompts)}
+    assert_empty(llm)
+
+
+def test_two_streams_of_one_thread_interleave(tiny: Any, llm: LLM) -> None:
+    a, b = random_prompt(9), random_prompt(21)
+    last: list[Any] = [None, None]
+    for last[0], last[1] in zip(  # noqa: B020 - keeps the latest pair
+        llm.generate_stream([a], GREEDY), llm.generate_stream([b], GREEDY), strict=True
+    ):
+        pass
+    assert [o.outputs[0].token_ids for o in last] == [tiny("qwen3").greedy(a, 8), tiny("qwen3").greedy(b, 8)]
+
+
+def test_prompts_share_a_cached_prefix_within_one_salt_only(llm: LLM) -> None:
+    prompt = random_prompt(40, seed=7)
+
+    def cached(**extra: str) -> int:
+        return llm.generate([{"prompt_token_ids": prompt} | extra], GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b"), cached()] == [
+        0, 32, 0, 32, 0, 32,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_num_seq": 4}, "unknown engine argument 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"tp": 4}, "unknown engine argument 'tp'"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer from 1 to 65536, got 0"),
+        ({"block_size": 24}, "block_size must be a power of two"),
+        ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ({"num_kv_blocks": 5, "kv_cache_memory_bytes": 2**20}, "give one of them"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a finite number from 0.01 to 1, got 1.5"),
+        ({"kv_cache_memory_bytes": 5, "num_kv_blocks": None}, "no room for the KV cache"),
+    ],
+)
+def test_bad_engine_arguments(tiny: Any, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        tiny("qwen3").llm(**kwargs)
+
+
+def test_kv_cache_size_is_obeyed(tiny: Any) -> None:
+    block_bytes = 2 * 2 * 16 * 2 * 32 * 4  # layers, k and v, tokens, heads, head_dim, float32
+    with tiny("qwen3").llm(num_kv_blocks=7) as llm:
+        assert llm.get_stats().num_total_blocks == 7
+    with tiny("qwen3").llm(num_kv_blocks=None, kv_cache_memory_bytes=10 * block_bytes + 1) as llm:
+        assert llm.get_stats().num_total_blocks == 10
+
+
+def test_named_shapes_need_no_file_and_no_tokenizer() -> None:
+    tiny_shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 500, "head_dim": 16}
+    runs = []
+    for seed in (0, 0, 1):
+        with LLM("qwen3-0.6b", load_format="dummy", seed=seed, hf_overrides=tiny_shape, num_kv_blocks=8) as llm:
+            assert llm.tokenizer is None
+            runs.append(llm.compute_logits([[1, 2, 3]])[0])
+    assert torch.equal(runs[0], runs[1]) and not torch.allclose(runs[0], runs[2])
+
+
+def test_a_closed_engine_says_so(tiny: Any) -> None:
+    llm = tiny("qwen3").llm()
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="this engine was closed"):
+        llm.generate([[1]], GREEDY)
