@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanollm.llm import LLM
     from nanollm.outputs import RequestOutput
 
-DEFAULT_PROMPT = "Explain in two sentences why the sky is blue."
+DEFAULT_PROMPT = "Explain how rain forms in three sentences."
 ENGINE_FLAGS = ("dtype", "device", "tensor_parallel_size", "max_model_len", "load_format", "max_num_seqs")
 
 
