@@ -13,7 +13,7 @@ from nanollm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a single byte
+_BYTE_TOKEN = re.compile(rb"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a single byte
 
 
 class OutputProcessor:
@@ -290,7 +290,7 @@ class _WindowDetokenizer:
             if (piece := self._pieces[token_id]) is None:
                 continue
             self._window.append(token_id)
-            if not (piece.startswith(b"<0x") and _BYTE_TOKEN.fullmatch(piece.decode())):
+            if not _BYTE_TOKEN.fullmatch(piece):
                 shown.append(self.flush())
         return "".join(shown)
 

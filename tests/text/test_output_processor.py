@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from nanollm.outputs import EngineOutput, RequestMetrics
 from nanollm.sampling_params import SamplingParams
@@ -49,7 +49,47 @@ def words_without_a_decoder():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-LOADERS = (load_qwen3, load_smollm2, sentencepiece_like, words_without_a_decoder)
+def bytes_and_tokens_spelled_otherwise():
+    """Byte-level, with added tokens that hold characters outside the byte alphabet, as DeepSeek's do."""
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate("abĠÃ©")}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<｜end▁of▁sentence｜>"])
+    tokenizer.add_tokens(["漢 字", "é"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<｜end▁of▁sentence｜>")
+
+
+class PythonTokenizer(PreTrainedTokenizer):
+    """One that the tokenizers library has no part in."""
+
+    tokens = ("</s>", "a", "b", "é", " ")
+
+    def __init__(self):
+        super().__init__(eos_token="</s>")
+
+    @property
+    def vocab_size(self):
+        return len(self.tokens)
+
+    def get_vocab(self):
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.tokens.index(token) if token in self.tokens else 1
+
+    def _convert_id_to_token(self, index):
+        return self.tokens[index] if index < len(self.tokens) else ""
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+LOADERS = (
+    *(load_qwen3, load_smollm2, bytes_and_tokens_spelled_otherwise),
+    *(sentencepiece_like, words_without_a_decoder, PythonTokenizer),
+)
 
 
 @pytest.fixture(scope="module", params=LOADERS, ids=lambda load: load.__name__)

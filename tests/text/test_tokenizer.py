@@ -136,6 +136,13 @@ def test_smollm2_control_tokens_are_one_id_and_skipped_in_text(smollm2):
         assert smollm2.decode(ids, skip_special_tokens=False) == f"a{token}b"
 
 
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_qwen3_from_gguf_encodes_and_decodes_as_from_its_own_files(qwen3, qwen3_json, tmp_path):
     """Its vocabulary written as llama.cpp writes it: tokens that are controls, user-defined, and padding."""
     own = json.loads(qwen3_json.read_text(encoding="utf-8"))
@@ -152,10 +159,7 @@ def test_qwen3_from_gguf_encodes_and_decodes_as_from_its_own_files(qwen3, qwen3_
     writer.add_token_types(types)
     writer.add_token_merges(merges)
     writer.add_eos_token_id(151645)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
     tokenizer = load_tokenizer(tmp_path / "qwen3.gguf")
     assert (tokenizer.eos_token, len(tokenizer), tokenizer.chat_template) == ("<|im_end|>", len(qwen3), None)
@@ -176,10 +180,7 @@ def small_gguf(path, model="gpt2", pre="gpt-2", **extra):
     writer.add_token_merges(["a b"])
     for name, value in extra.items():
         getattr(writer, f"add_{name}")(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -187,6 +188,24 @@ def test_gguf_that_asks_for_bos_gets_it_on_plain_prompts_only(tmp_path):
     tokenizer = load_tokenizer(small_gguf(tmp_path / "m.gguf", bos_token_id=0, add_bos_token=True))
     assert encode_prompt(tokenizer, "abb") == [0, 3, 2]
     assert encode_prompt(tokenizer, "<s>abb", add_special_tokens=False) == [0, 3, 2]
+
+
+def test_sentencepiece_gguf_is_read_too(tmp_path):
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * 259 + [-5.0, -6.0, -7.0, -1.0, -2.0])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 5])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name in ("context_length", "embedding_length", "block_count", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{name}")(8)
+    finish(writer)
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    ids = encode_prompt(tokenizer, "ab abé</s>")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁ab", "▁ab", "<0xC3>", "<0xA9>", "</s>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab abé"
 
 
 def test_gguf_with_an_unknown_pre_tokenizer_is_refused_not_tokenized_wrongly(tmp_path):
