@@ -232,6 +232,8 @@ class EngineConfig:
     overlap: plan step N + 1 while step N runs; None is on for GPUs, off for the CPU, where there is nothing to overlap.
     attention_backend: "auto", "torch".
     long_prefill_token_threshold: most tokens of one prompt in one step; 0 is no limit.
+    tensor_parallel_size: ranks (GPUs, or processes on the CPU) that share the model.
+    step_timeout: seconds after which a rank that doesn't answer is taken for dead.
     """
 
     model: str
@@ -253,6 +255,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     long_prefill_token_threshold: int = 0
     tensor_parallel_size: int = 1
+    step_timeout: float = 300.0
     revision: str | None = None
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     skip_tokenizer_init: bool = False
@@ -303,6 +306,7 @@ class EngineConfig:
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the KV cache size: give one of them")
         self.gpu_memory_utilization = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        self.step_timeout = check_float("step_timeout", self.step_timeout, 0.1, 1e6)
         for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
             check_bool(name, getattr(self, name))
         if self.overlap is not None:

@@ -1,5 +1,6 @@
 """LLM: the offline API. Text or token ids in, RequestOutputs out."""
 
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +11,12 @@ from tqdm import tqdm
 
 from nanollm.config import EngineConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
+from nanollm.engine.follower_core import FollowerCore, pack_outputs
 from nanollm.engine.sequence import Sequence as EngineSequence
 from nanollm.models.source import resolve_model
 from nanollm.outputs import EngineOutput, RequestOutput
-from nanollm.runtime.executor import Executor, resolve_device
+from nanollm.runtime.executor import Executor, Follower, resolve_device
+from nanollm.runtime.ranks import check_ranks, follow_torchrun, torchrun_world
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
@@ -40,6 +43,9 @@ class LLM:
 
     Calls may come from several threads: the engine runs one step at a time, for whoever waits. `with LLM(...) as llm:`
     or close() frees the model.
+
+    Under torchrun every rank makes the same LLM and the same calls of generate, chat, generate_stream and close, and
+    every rank gets the outputs; the other methods work on rank 0 only.
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
@@ -51,14 +57,22 @@ class LLM:
             load_format=self.config.load_format,
             hf_overrides=self.config.hf_overrides,
         )
+        check_ranks(self.config, source.config, device)
         self.model_config = source.config
         self.tokenizer: PreTrainedTokenizerBase | None = None
         where = self.config.tokenizer or source.path
         if where is not None and not self.config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(where, revision=self.config.revision)
-        self._executor = Executor(self.config, source, device)
-        overlap = device.type != "cpu" if self.config.overlap is None else self.config.overlap
-        self._engine = EngineCore(self.config, source.config, self._executor, overlap)
+        world = torchrun_world()
+        self._executor: Executor | Follower
+        self._engine: EngineCore
+        if world is not None and world[0] > 0:
+            self._executor = Follower(self.config, source, *follow_torchrun(self.config, device))
+            self._engine = FollowerCore(self.config, source.config, self._executor)
+        else:
+            self._executor = Executor(self.config, source, device)
+            overlap = device.type != "cpu" if self.config.overlap is None else self.config.overlap
+            self._engine = EngineCore(self.config, source.config, self._executor, overlap)
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
         self._mailboxes: dict[int, deque[RequestOutput | EngineOutput | BaseException]] = {}
@@ -77,9 +91,11 @@ class LLM:
         sampling_params: one for all, or one per prompt.
         Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
         """
-        requests = self._prepare(prompts, sampling_params)
+        requests = self._prepare_on_all_ranks(prompts, sampling_params)
         outputs: dict[int, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=len(requests), desc="generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
             num_tokens = 0
             for index, output in self._run(requests, stream=False):
                 outputs[index] = output
@@ -97,7 +113,7 @@ class LLM:
 
         Text and token_ids are cumulative. Closing the iterator early aborts what is left. Raises as generate does.
         """
-        requests = self._prepare(prompts, sampling_params)
+        requests = self._prepare_on_all_ranks(prompts, sampling_params)
         return (output for _, output in self._run(requests, stream=True))
 
     def chat(
@@ -129,7 +145,10 @@ class LLM:
         """
         import torch
 
-        requests = self._prepare(prompts, SamplingParams(max_tokens=1, temperature=0, detokenize=False), all_logits=True)
+        if isinstance(self._engine, FollowerCore):
+            raise RuntimeError("compute_logits works on rank 0 only")
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        requests = self._prepare(prompts, params, all_logits=True)
         logits: dict[int, torch.Tensor] = {}
         for index, output in self._run(requests, stream=None):
             logits[index] = torch.cat(output.logits)
@@ -160,19 +179,47 @@ class LLM:
         all_logits: bool = False,
     ) -> list[_Request]:
         """Tokenize and validate everything before anything is queued, so that a bad prompt loses nothing else."""
+        many: Any = prompts
         if isinstance(prompts, (str, Mapping)) or (len(prompts) and not _is_prompt(prompts[0])):
-            prompts = [prompts]  # type: ignore[list-item]
+            many = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
+            sampling_params = [sampling_params or SamplingParams()] * len(many)
+        if len(sampling_params) != len(many):
             raise ValueError(
-                f"{len(prompts)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
+                f"{len(many)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
             )
         with self._lock:
             return [
                 self._prepare_one(prompt, params, index, all_logits)
-                for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
+                for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
             ]
+
+    def _prepare_on_all_ranks(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[_Request]:
+        """_prepare, and under torchrun make sure that every rank was given the same; if one raises, all do."""
+        requests: list[_Request] = []
+        error: Exception | None = None
+        try:
+            requests = self._prepare(prompts, sampling_params)
+            inputs = repr(
+                [(r.sequence.token_ids.tobytes(), r.sequence.cache_salt, r.sequence.params) for r in requests]
+            )
+        except (ValueError, TypeError) as problem:
+            error, inputs = problem, repr(problem)
+        same = torchrun_world() is None or self._agree_on_call(hashlib.sha256(inputs.encode()).digest())
+        if error is not None:
+            raise error
+        if not same:
+            raise ValueError("ranks were called with different prompts or sampling_params: give all the same")
+        return requests
+
+    def _agree_on_call(self, digest: bytes) -> bool:
+        with self._lock:
+            if isinstance(self._engine, FollowerCore):
+                return self._engine.agree_on_call(digest)
+            assert isinstance(self._executor, Executor)
+            return self._executor.agree_on_call(digest)
 
     def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool) -> _Request:
         try:
@@ -266,9 +313,11 @@ class LLM:
         """Run one step and deliver what it brought. If it fails, everybody who waits gets the error."""
         try:
             outputs = self._engine.step()
+            if isinstance(self._executor, Executor):
+                self._executor.send_outputs(pack_outputs(outputs))
         except BaseException as error:
-            for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
-                mailbox.append(error)
+            for box in {id(box): box for box in self._mailboxes.values()}.values():
+                box.append(error)
             return
         results, aborts = self._processor.process(outputs)
         for result in results:
@@ -283,7 +332,8 @@ class LLM:
 
 def _is_prompt(value: object) -> bool:
     """Whether a list's first element is a prompt itself, rather than a token id of the one prompt."""
-    return isinstance(value, (str, Mapping, Sequence)) or hasattr(value, "tolist") and bool(getattr(value, "shape", ()))
+    is_array = bool(getattr(value, "shape", ()))
+    return is_array or isinstance(value, (str, Mapping, Sequence))
 
 
 def _token_list(prompt: object) -> Sequence[int]:

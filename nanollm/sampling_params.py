@@ -3,25 +3,27 @@
 import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 MAX_TOKENS_LIMIT = 2**31 - 1
 
 
-def check_int(name: str, value: object, low: int, high: int) -> int:
+def check_int(name: str, value: Any, low: int, high: int) -> int:
     """Return `value` as an int within [low, high]; ValueError names the field, the value and the range."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise ValueError(f"{name} must be an integer from {low} to {high}, got {value!r}")
     return int(value)
 
 
-def check_float(name: str, value: object, low: float, high: float) -> float:
+def check_float(name: str, value: Any, low: float, high: float) -> float:
     """Return `value` as a finite float within [low, high]; ValueError names the field, the value and the range."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not low <= value <= high:
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not (math.isfinite(number) and low <= number <= high):
         raise ValueError(f"{name} must be a finite number from {low:g} to {high:g}, got {value!r}")
-    return float(value)
+    return number
 
 
-def check_bool(name: str, value: object) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     """Return `value` if it is True or False; ValueError otherwise."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -36,8 +36,8 @@ def vocab_shard_size(vocab_size: int, tp: int) -> int:
 class HeadPartition:
     """The query and KV heads of one rank. Query heads stay with the KV head they read.
 
-    With tp <= num_kv_heads each rank has whole KV groups, in counts that differ by one at most. With more ranks, each KV
-    head is replicated on tp / num_kv_heads ranks (again differing by one at most), which share its query heads.
+    With tp <= num_kv_heads each rank has whole KV groups, in counts that differ by one at most. With more ranks, each
+    KV head is replicated on tp / num_kv_heads ranks (again differing by one at most), which share its query heads.
     ValueError, naming the degrees that work, if there are more ranks than query heads.
     """
 

@@ -33,7 +33,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot of the engine. Blocks are KV blocks; prefix counts and tokens are totals since the start, in tokens."""
+    """A snapshot of the engine. Prefix counts are in tokens; what isn't a present state is a total since the start."""
 
     num_running: int
     num_waiting: int

@@ -17,7 +17,7 @@ from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
 
-class OutOfBlocks(Exception):  # noqa: N818 - a signal to the loop, not an error
+class OutOfBlocks(Exception):
     """A running sequence needs a block, there is none, and steps in flight may still give some back."""
 
 
@@ -80,8 +80,8 @@ class Scheduler:
         """ValueError, with the numbers, if the sequence could never run."""
         if seq.num_prompt_tokens >= self.max_model_len + seq.all_logits:
             raise ValueError(
-                f"prompt has {seq.num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} and at least one "
-                "token must be generated: shorten the prompt or raise max_model_len"
+                f"prompt has {seq.num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} and at least "
+                "one token must be generated: shorten the prompt or raise max_model_len"
             )
         if seq.num_prompt_tokens > self.max_cached_tokens:
             raise ValueError(
@@ -99,7 +99,7 @@ class Scheduler:
         self.num_tokens_in += seq.num_prompt_tokens
 
     def abort(self, request_id: int) -> bool:
-        """End a request that waits or runs; False if there is none. In flight it is a mark, and the free comes later."""
+        """End a request that waits or runs; False if there is none. In flight it is a mark; the free comes later."""
         if (seq := self.waiting.pop(request_id, None)) is None:
             if (seq := self.running.get(request_id)) is None:
                 return False
@@ -126,8 +126,8 @@ class Scheduler:
         for seq in chunked:
             if seq.row >= 0:
                 self._take_chunk(draft, seq)
-        while draft.num_tokens < self.token_budget and self._free_rows and (seq := self._admit()) is not None:
-            self._take_chunk(draft, seq)
+        while draft.num_tokens < self.token_budget and self._free_rows and (admitted := self._admit()) is not None:
+            self._take_chunk(draft, admitted)
         if not draft.sequences:
             return None
         step = self._plan(draft)
@@ -204,7 +204,7 @@ class Scheduler:
             assert seq.num_computed_tokens <= len(seq.block_ids) * self.block_manager.block_size
 
     def _make_room(self, seq: Sequence) -> bool:
-        """A block for the sequence's next token, at the cost of the newest sequences; False if it was itself the one."""
+        """A block for the sequence's next token, at the cost of the newest sequences; False if it is that itself."""
         while len(seq.block_ids) * self.block_manager.block_size < seq.num_tokens:
             if self.block_manager.grow(seq):
                 break

@@ -7,10 +7,10 @@ from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.attention import paged_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
-from nanollm.layers.step_batch import StepBatch
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanollm.layers.norm import RMSNorm
+from nanollm.layers.step_batch import StepBatch
 
 
 class Attention(nn.Module):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
 
 def bind_kv_cache(model: nn.Module, kv_cache: Tensor) -> None:
-    """Give each Attention its layer of kv_cache [layers, 2 (k, v), blocks, block_size, K_r, H], in the model's order."""
+    """Give each Attention its layer of kv_cache [layers, 2 (k, v), blocks, block_size, K_r, H], in model order."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     for layer, (k_cache, v_cache) in zip(layers, kv_cache, strict=True):
         layer.k_cache, layer.v_cache = k_cache, v_cache

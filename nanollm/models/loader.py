@@ -40,7 +40,8 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, *, show_progress:
 
     extremes: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     names = [name for name in checkpoint.shapes if name in parts_by_name]
-    for name in tqdm(names, "loading weights", unit="tensor", delay=1, disable=None if show_progress else True):
+    bar = tqdm(names, "loading weights", unit="tensor", delay=1, disable=None) if show_progress else names
+    for name in bar:
         for part in parts_by_name[name]:
             if part.target.numel():
                 part.target.copy_(checkpoint.read(name, part.index), non_blocking=True)

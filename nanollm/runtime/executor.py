@@ -1,56 +1,189 @@
-"""Executor: runs rank 0's plans on every rank."""
+"""Executor: runs rank 0's plans on every rank, and ends all ranks when one fails. Follower: the other ranks' side."""
 
+import contextlib
+import hashlib
+import traceback
+import weakref
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from nanollm.config import EngineConfig
-from nanollm.distributed.tp_group import TPGroup
 from nanollm.models.source import ModelSource
+from nanollm.runtime.channel import Kind, Link, LinkClosedError
 from nanollm.runtime.model_runner import ModelRunner, PendingResult
+from nanollm.runtime.ranks import EngineDeadError, Ranks, report, start_ranks
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
-
-class EngineDeadError(RuntimeError):
-    """The engine can't go on: a rank failed, or it was closed. Make a new LLM."""
+_LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
+_BLAME_SECONDS = 2.0  # how long to look for the rank that failed first
+_CLOSED = "this engine was closed: make a new LLM"
 
 
 class Executor:
-    """Runs plans in order. submit() launches, collect() waits for the oldest; two may be in flight."""
+    """Rank 0's view of all ranks. submit() launches a step, collect() waits for the oldest; two may be in flight.
+
+    At tensor_parallel_size 1 there are no other ranks, and a step that raises leaves the executor usable. With more,
+    any error on any rank ends all of them and is raised as EngineDeadError, since ranks may be out of step.
+    """
 
     def __init__(self, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
-        self._runner: ModelRunner | None = ModelRunner(config, source, TPGroup(), device)
         self._pending: deque[PendingResult] = deque()
-        self.num_kv_blocks = self._runner.num_kv_blocks
-        self.max_model_len = self._runner.max_model_len
+        self._step_timeout = config.step_timeout
+        self._runner: ModelRunner | None = None
+        self._dead = ""
+        self.ranks = start_ranks(config, source, device)
+        # Also when this object is dropped without close(), and at interpreter exit.
+        self._finalizer = weakref.finalize(self, _close, self.ranks)
+        with self._ends_all_ranks():
+            runner = ModelRunner(config, source, self.ranks.tp, self.ranks.device, self.ranks.check)
+            self._agree(config, runner)
+        self._runner = runner
+        self.num_kv_blocks = runner.num_kv_blocks
+        self.max_model_len = runner.max_model_len
 
     @property
     def runner(self) -> ModelRunner:
+        """This rank's; EngineDeadError if there is none any more."""
         if self._runner is None:
-            raise EngineDeadError("this engine was closed: make a new LLM")
+            raise EngineDeadError(self._dead)
         return self._runner
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step; returns before the device has run it."""
-        self._pending.append(self.runner.launch(plan))
+        """Launch a step on every rank; returns before the devices have run it."""
+        runner = self.runner
+        with self._ends_all_ranks():
+            if self.ranks.links:
+                self.ranks.send(Kind.PLAN, plan.pack(), self._step_timeout)
+            self._pending.append(runner.launch(plan))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest submitted step."""
-        return self._pending.popleft().wait()
+        """Wait for the oldest submitted step; TimeoutError if it takes longer than step_timeout."""
+        with self._ends_all_ranks():
+            return self._pending.popleft().wait(self._step_timeout, self.ranks.check)
 
     def discard(self) -> None:
         """Wait for all submitted steps and forget what they bring."""
         while self._pending:
-            self._pending.popleft().wait()
+            self.collect()
+
+    def agree_on_call(self, digest: bytes) -> bool:
+        """Under torchrun: whether every rank was called with the same inputs; digest is of this rank's. Else True."""
+        if self.ranks.processes or not self.ranks.links:
+            return True
+        with self._ends_all_ranks():
+            theirs = [self.ranks.receive(r, Kind.CALL, self._step_timeout) for r in range(1, self.ranks.tp.size)]
+            same = all(other == digest for other in theirs)
+            self.ranks.send(Kind.CALL, b"\1" if same else b"\0")
+        return same
+
+    def send_outputs(self, packed: bytes) -> None:
+        """Under torchrun: the outputs of a step to every rank, so that each returns them to its caller."""
+        if packed and not self.ranks.processes and self.ranks.links:
+            with self._ends_all_ranks():
+                self.ranks.send(Kind.OUTPUTS, packed, self._step_timeout)
 
     def close(self) -> None:
-        """Free the model and the cache; twice is fine."""
+        """End all ranks and free the model and the cache; twice is fine."""
+        self._end(_CLOSED)
+
+    def _end(self, why: str) -> None:
+        self._dead = self._dead or why
         self._pending.clear()
-        if self._runner is None:
-            return
-        device, self._runner = self._runner.device, None
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._runner = None
+        self._finalizer()
+
+    def _agree(self, config: EngineConfig, runner: ModelRunner) -> None:
+        """Settle what must be the same on every rank: the number of blocks is the minimum, settings are compared."""
+        num_kv_blocks, ours = runner.max_kv_blocks, fingerprint(config, runner)
+        for rank in range(1, self.ranks.tp.size):
+            num_blocks, *theirs = np.frombuffer(self.ranks.receive(rank, Kind.READY, _LOAD_TIMEOUT), np.int32).tolist()
+            if theirs != ours:
+                raise ValueError(f"rank {rank} has other engine arguments, another model or another dtype than rank 0")
+            num_kv_blocks = min(num_kv_blocks, num_blocks)
+        self.ranks.send(Kind.START, np.array([num_kv_blocks], np.int32))
+        runner.allocate_kv_cache(num_kv_blocks)
+
+    @contextlib.contextmanager
+    def _ends_all_ranks(self) -> Iterator[None]:
+        """With other ranks about, an error inside ends them all; whichever failed first is named."""
+        try:
+            yield
+        except BaseException as error:
+            if self.ranks.tp.size == 1:
+                raise
+            if isinstance(error, Exception) and not (isinstance(error, ValueError) and self._runner is None):
+                why = self.ranks.blame(_BLAME_SECONDS)
+                self._end(why or "rank 0 failed:\n" + "".join(traceback.format_exception(error)))
+                raise EngineDeadError(self._dead) from error
+            # A bad argument found while loading, or Ctrl-C, when ranks may be in the middle of a step.
+            self._end("this engine was interrupted in the middle of a step: make a new LLM")
+            raise
+
+
+class Follower:
+    """A rank above 0: loads its share, then runs the plans that come over the link."""
+
+    def __init__(self, config: EngineConfig, source: ModelSource, ranks: Ranks, link: Link) -> None:
+        self._ranks, self._link = ranks, link
+        self._step_timeout = config.step_timeout
+        self._num_steps = 0
+        self._pending: deque[PendingResult] = deque()
+        self._runner = ModelRunner(config, source, ranks.tp, ranks.device)
+        link.send(Kind.READY, np.array([self._runner.max_kv_blocks, *fingerprint(config, self._runner)], np.int32))
+        message = link.recv(_LOAD_TIMEOUT)
+        if message is None or message[0] is not Kind.START:
+            raise TimeoutError(f"rank 0 did not start the engine: {message}")
+        self.num_kv_blocks = int(np.frombuffer(message[1], np.int32)[0])
+        self.max_model_len = self._runner.max_model_len
+        self._runner.allocate_kv_cache(self.num_kv_blocks)
+
+    def send(self, kind: Kind, payload: bytes) -> None:
+        """A message to rank 0."""
+        self._link.send(kind, payload)
+
+    def report(self) -> None:
+        """Tell rank 0 of the exception being handled."""
+        report(self._link)
+
+    def serve(self) -> tuple[Kind, bytearray]:
+        """Run plans as they come; returns the first message that is none. LinkClosedError when rank 0 is gone."""
+        while True:
+            message = self._link.recv()
+            assert message is not None
+            kind, payload = message
+            if kind is not Kind.PLAN:
+                return kind, payload
+            plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._num_steps)
+            self._num_steps += 1
+            self._pending.append(self._runner.launch(plan))
+            if len(self._pending) > 2:  # rank 0 is never further ahead, so this one is done; its errors show here
+                self._pending.popleft().wait(self._step_timeout)
+
+    def close(self) -> None:
+        """Run what rank 0 still has to run, until it closes too; twice is fine."""
+        if not self._ranks.closed:
+            with contextlib.suppress(LinkClosedError):
+                while self.serve()[0] is not Kind.CLOSE:
+                    pass
+            self._link.close()
+            _close(self._ranks)
+
+
+def fingerprint(config: EngineConfig, runner: ModelRunner) -> list[int]:
+    """Four int32 words of everything that must be the same on every rank."""
+    settings = {name: value for name, value in asdict(config).items() if name not in ("device", "tokenizer")}
+    text = repr((sorted(settings.items()), runner.model_config, runner.dtype, runner.max_model_len))
+    return np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], np.int32).tolist()
+
+
+def _close(ranks: Ranks) -> None:
+    ranks.close()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def resolve_device(device: str) -> torch.device:
@@ -59,4 +192,4 @@ def resolve_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU: use device='cpu' or 'auto'")
-    return torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    return torch.device(device)

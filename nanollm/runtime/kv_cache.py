@@ -43,7 +43,12 @@ def available_gpu_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def allocate_kv_cache(
-    num_blocks: int, block_size: int, config: ModelConfig, heads: HeadPartition, dtype: torch.dtype, device: torch.device
+    num_blocks: int,
+    block_size: int,
+    config: ModelConfig,
+    heads: HeadPartition,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """[layers, 2 (k, v), blocks, block_size, K_r, H]. Zeros, so that masked reads of unused slots are finite."""
     shape = (config.num_layers, 2, num_blocks, block_size, len(heads.kv_heads), config.head_dim)

@@ -1,6 +1,7 @@
 """ModelRunner: one rank's model, KV cache and rows, and the step that uses them."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +24,10 @@ from nanollm.runtime.kv_cache import (
     num_kv_blocks,
 )
 from nanollm.runtime.rows import RowState
-from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.runtime.step_plan import EMPTY, StepPlan, StepResult
 
 _POLL_SECONDS = 20e-6
+_CHECK_SECONDS = 0.05
 
 
 @dataclass
@@ -36,21 +38,41 @@ class PendingResult:
     logits: Tensor | None
     done: torch.cuda.Event | None
 
-    def wait(self) -> StepResult:
-        """The result; polls, since blocking inside CUDA would hold off signals and other ranks' errors."""
+    def wait(self, timeout: float, check: Callable[[], None] = lambda: None) -> StepResult:
+        """The result; polls, since blocking inside CUDA would hold off signals and other ranks' errors.
+
+        check is called now and then, and may raise. TimeoutError after `timeout` seconds.
+        """
+        start = checked = time.monotonic()
         while self.done is not None and not self.done.query():
             time.sleep(_POLL_SECONDS)
+            if (now := time.monotonic()) - checked > _CHECK_SECONDS:
+                check()
+                checked = now
+                if now - start > timeout:
+                    raise TimeoutError(f"a step took more than step_timeout = {timeout:g} s")
         return StepResult(self.ids_S.tolist(), self.logits)
 
 
 class ModelRunner:
     """Runs one rank's share of every step.
 
-    Loads the weights, finds out how many KV blocks fit, and then executes plans in order: launch() returns when the
-    work is queued on the device. num_kv_blocks and max_model_len are what the scheduler must keep to.
+    Loads the weights and finds out how many KV blocks fit here: max_kv_blocks. After allocate_kv_cache, with what fits
+    on every rank, it executes plans in order: launch() returns when the work is queued on the device.
+    check is called while waiting for the device during start-up, and may raise.
     """
 
-    def __init__(self, config: EngineConfig, source: ModelSource, tp: TPGroup, device: torch.device) -> None:
+    num_kv_blocks: int
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        tp: TPGroup,
+        device: torch.device,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config, self.model_config = config, source.config
         model_config = source.config
         self.tp = tp
         self.device = device
@@ -68,46 +90,52 @@ class ModelRunner:
         checkpoint = source.open_checkpoint(shapes, seed=config.seed, dtype=self.dtype, device=device)
         load_weights(self.model, checkpoint, show_progress=tp.rank == 0)
         checkpoint.close()
-        self._allocate(config, model_config)
-
-    def _allocate(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        """Rows, and a KV cache of the size that a largest step leaves room for."""
-        assert config.block_size is not None
-        max_blocks = -(-(self.max_model_len + 1) // config.block_size)
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.rows = RowState(num_rows, max_blocks, config.block_size, self.device)
-        per_block = block_bytes(model_config, self.heads, config.block_size, self.dtype)
+        self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
         available = CPU_CACHE_BYTES
-        if self.device.type == "cuda":
-            self._profile(config, model_config, num_rows)
-            available = available_gpu_bytes(config, self.device)
-        self.num_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
-        cache = allocate_kv_cache(
-            self.num_kv_blocks, config.block_size, model_config, self.heads, self.dtype, self.device
-        )
+        if device.type == "cuda":
+            self._profile(num_rows, check)
+            available = available_gpu_bytes(config, device)
+        per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
+        self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
+
+    @property
+    def block_size(self) -> int:
+        assert self._config.block_size is not None
+        return self._config.block_size
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make the KV cache of `num_blocks` blocks and give it to the attention layers."""
+        self.num_kv_blocks = num_blocks
+        cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
         bind_kv_cache(self.model, cache)
 
-    def _profile(self, config: EngineConfig, model_config: ModelConfig, num_rows: int) -> None:
+    def _profile(self, num_rows: int, check: Callable[[], None]) -> None:
         """Run the largest step there can be on a small cache, so that memory statistics know its peak."""
-        assert config.block_size is not None
+        config = self._config
         length = min(config.max_num_batched_tokens, self.max_model_len)
-        num_prompts = max(config.max_num_batched_tokens // length, 1)
-        num_rows = min(num_prompts, num_rows)
-        num_blocks = -(-length // config.block_size)
-        cache = allocate_kv_cache(num_blocks, config.block_size, model_config, self.heads, self.dtype, self.device)
-        bind_kv_cache(self.model, cache)
-        rows = np.arange(num_rows, dtype=np.int32)
-        ones = np.ones(num_rows, np.int32)
-        tokens = np.zeros(num_rows * length, np.int32)
-        logit_rows = np.arange(min(config.max_num_seqs, len(tokens)), dtype=np.int32)
-        blocks = np.tile(np.arange(num_blocks, dtype=np.int32), num_rows)
-        sampled = np.resize(rows, len(logit_rows))
-        none = np.zeros(0, np.int32)
+        num_rows = min(max(config.max_num_batched_tokens // length, 1), num_rows)
+        num_blocks = -(-length // self.block_size)
+        self.allocate_kv_cache(num_blocks)
+        rows, zeros = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)
+        logit_rows = np.arange(min(config.max_num_seqs, num_rows * length), dtype=np.int32)
         plan = StepPlan(
-            0, rows, ones * length, ones * 0, ones * 0, tokens, rows, ones * 0, ones * num_blocks, blocks, logit_rows,
-            sampled, none, none,
-        )  # fmt: skip
-        self.launch(plan).wait()
+            step=0,
+            row_ids_B=rows,
+            num_new_B=zeros + length,
+            num_computed_B=zeros,
+            on_device_B=zeros,
+            host_tokens=np.zeros(num_rows * length, np.int32),
+            append_rows=rows,
+            append_starts=zeros,
+            append_counts=zeros + num_blocks,
+            append_blocks=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
+            logit_rows_L=logit_rows,
+            sampled_rows_S=np.resize(rows, len(logit_rows)),
+            params_rows=EMPTY,
+            params=EMPTY,
+        )
+        self.launch(plan).wait(config.step_timeout, check)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingResult:

@@ -39,16 +39,14 @@ class RowState:
         on_device_T = np.repeat(plan.on_device_B, plan.num_new_B)
         host_T = np.zeros(plan.num_tokens, np.int64)
         host_T[on_device_T == 0] = plan.host_tokens
-        tokens = {int(row): int(length) for row, length in zip(plan.row_ids_B, plan.num_computed_B + plan.num_new_B)}
-        positions_S = [tokens[int(row)] for row in plan.sampled_rows_S]
+        length_of = dict(zip(plan.row_ids_B.tolist(), (plan.num_computed_B + plan.num_new_B).tolist(), strict=True))
+        positions_S = np.array([length_of[row] for row in plan.sampled_rows_S.tolist()], np.int64)
 
         # One host-to-device copy for everything.
-        fields = [host_T, positions_T, slots_T, rows_T, on_device_T, plan.row_ids_B, plan.logit_rows_L]
-        fields += [plan.sampled_rows_S, np.array(positions_S, np.int64)]
-        packed = self._to_device(np.concatenate(fields, dtype=np.int64))
-        host_t, positions_t, slots_t, rows_t, on_device_t, row_ids_b, logit_rows_l, sampled_s, positions_s = packed.split(
-            [len(field) for field in fields]
-        )
+        fields = [host_T, positions_T, slots_T, rows_T, on_device_T]
+        fields += [plan.row_ids_B, plan.logit_rows_L, plan.sampled_rows_S, positions_S]
+        packed = self._to_device(np.concatenate(fields, dtype=np.int64)).split([len(field) for field in fields])
+        host_t, positions_t, slots_t, rows_t, on_device_t, row_ids_b, logit_rows_l, sampled_s, positions_s = packed
         batch = StepBatch(
             token_ids_T=torch.where(on_device_t.bool(), self.last_token_R[rows_t], host_t),
             positions_T=positions_t,

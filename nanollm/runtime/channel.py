@@ -1,0 +1,149 @@
+"""Link: the control connection between rank 0 and one other rank: plans one way, errors the other.
+
+A stream socket, on one host and on several alike: any message size works, the kernel orders and wakes, a dead peer
+shows as end-of-file, and nothing has a name that a crash could leave behind.
+"""
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from enum import IntEnum
+
+import numpy as np
+
+_HEADER = struct.Struct("<IIQ")  # magic, kind, payload bytes
+_MAGIC = 0x4E4C4E4B
+TOKEN_BYTES = 32
+
+
+class Kind(IntEnum):
+    """What a message is. Payloads are int32 arrays unless said otherwise."""
+
+    READY = 0  # follower: loaded; num_kv_blocks that fit, then a fingerprint of what must be the same on every rank
+    START = 1  # rank 0: num_kv_blocks to use
+    PLAN = 2  # rank 0: a packed StepPlan
+    CALL = 3  # torchrun, both ways: a collective call begins; the hash of its inputs, then rank 0's: of all the same
+    OUTPUTS = 4  # rank 0, torchrun: the packed EngineOutputs of a step
+    END = 5  # rank 0, torchrun: the call is over
+    CLOSE = 6  # rank 0: leave
+    ERROR = 7  # time of the failure and traceback as UTF-8 text; the sender is gone
+
+
+class LinkClosedError(Exception):
+    """The other side is gone."""
+
+
+class Link:
+    """One end of the connection. send() and recv() are each for one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._received = bytearray()
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, kind: Kind, payload: "np.ndarray | bytes" = b"", timeout: float = 60.0) -> None:
+        """Queue a message; TimeoutError if the other side has not made room for it in `timeout` seconds."""
+        data = payload if isinstance(payload, bytes) else payload.tobytes()
+        left = memoryview(_HEADER.pack(_MAGIC, kind, len(data)) + data)
+        deadline = time.monotonic() + timeout
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                if not select.select([], [self._socket], [], max(deadline - time.monotonic(), 0))[1]:
+                    raise TimeoutError(f"a rank took no message for {timeout:g} s") from None
+            except OSError as error:
+                raise LinkClosedError(str(error)) from error
+
+    def recv(self, timeout: float | None = None) -> tuple[Kind, bytearray] | None:
+        """The next message; None after `timeout` seconds without a whole one. LinkClosedError at the end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if len(self._received) >= _HEADER.size:
+                magic, kind, size = _HEADER.unpack_from(self._received)
+                if magic != _MAGIC:
+                    raise LinkClosedError("the control connection carries something else than our messages")
+                end = _HEADER.size + size
+                if len(self._received) >= end:
+                    payload = self._received[_HEADER.size : end]
+                    del self._received[:end]
+                    return Kind(kind), payload
+            try:
+                data = self._socket.recv(1 << 20)
+            except BlockingIOError:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0)
+                if not select.select([self._socket], [], [], left)[0]:
+                    return None
+                continue
+            except OSError as error:
+                raise LinkClosedError(str(error)) from error
+            if not data:
+                raise LinkClosedError("end of file")
+            self._received += data
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def exit_on_hangup(self) -> None:
+        """End this process when the other side is gone, whatever the main thread is doing then."""
+
+        def watch() -> None:
+            poll = select.poll()
+            poll.register(self._socket, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+            poll.poll()
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True, name="nanollm-hangup").start()
+
+
+class Listener:
+    """Rank 0's side of connecting to ranks that somebody else started. A secret keeps strangers out.
+
+    address: the interface to listen on; the port is a free one.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0))
+        self.port: int = self._socket.getsockname()[1]
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+
+    def accept(self, num_links: int, timeout: float) -> dict[int, Link]:
+        """Wait for the other ranks; rank -> link. TimeoutError names how many are missing."""
+        links: dict[int, Link] = {}
+        deadline = time.monotonic() + timeout
+        while len(links) < num_links:
+            self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                connection, _ = self._socket.accept()
+                connection.settimeout(5.0)
+                hello = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue
+                missing = num_links - len(links)
+                raise TimeoutError(f"{missing} of {num_links} ranks did not connect in {timeout:g} s") from None
+            if hmac.compare_digest(hello[:TOKEN_BYTES], self.token) and len(hello) == TOKEN_BYTES + 4:
+                links[int.from_bytes(hello[TOKEN_BYTES:], "little")] = Link(connection)
+            else:
+                connection.close()
+        return links
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: str, port: int, token: bytes, rank: int, timeout: float) -> Link:
+    """A follower's side of Listener.accept."""
+    connection = socket.create_connection((address, port), timeout=timeout)
+    connection.sendall(token + rank.to_bytes(4, "little"))
+    return Link(connection)
