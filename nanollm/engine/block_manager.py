@@ -141,15 +141,19 @@ class BlockManager:
             tokens = self._block_tokens(seq, i)
             block, known = self.blocks[seq.block_ids[i]], self._cached.get(seq.block_hashes[i])
             if known is not None and known.parent == parent and known.tokens == tokens:
-                # Two sequences computed the same block at once: the first stays findable, both name one content.
-                seq.content_ids.append(known.content_id)
-                continue
-            seq.content_ids.append(self._next_content_id)
-            if known is None:
-                block.hash, block.parent, block.tokens = seq.block_hashes[i], parent, tokens
+                block.content_id = known.content_id  # computed by two sequences: two blocks, one content
+            else:
                 block.content_id = self._next_content_id
-                self._cached[block.hash] = block
-            self._next_content_id += 1
+                self._next_content_id += 1
+            if known is not None:
+                # The newest stays findable: it will be freed together with its suffix, so that none outlives it.
+                self._uncache(known)
+                if known.ref_count == 0:
+                    self._free.remove(known)
+                    self._free.push_first(known)
+            block.hash, block.parent, block.tokens = seq.block_hashes[i], parent, tokens
+            self._cached[block.hash] = block
+            seq.content_ids.append(block.content_id)
 
     def free(self, seq: Sequence) -> None:
         """Give back the sequence's blocks, last first. Blocks without a cached prefix are the first to be reused."""
@@ -163,11 +167,15 @@ class BlockManager:
         seq.num_sent_blocks = 0
         seq.num_computed_tokens = 0
 
+    def is_cached(self, block_hash: bytes | None) -> bool:
+        """Whether a block of this hash can be found; False for None."""
+        return block_hash in self._cached
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Running sequences keep their blocks but will commit no more of them."""
+        self._epoch += 1
         for block in list(self._cached.values()):
             self._uncache(block)
-        self._epoch += 1
 
     def sanity_checks(self, sequences: list[Sequence]) -> None:
         """Raise AssertionError unless the books balance, `sequences` being all that own blocks. For tests: O(n)."""
@@ -183,10 +191,13 @@ class BlockManager:
             assert (block.hash is None) == (block.tokens is None)
             assert block.hash is None or self._cached.get(block.hash) is block
         assert set(free_ids) == {b.block_id for b in self.blocks if b.ref_count == 0}, "free iff ref_count == 0"
+        is_cached = [self.blocks[block_id].hash is not None for block_id in free_ids]
+        assert is_cached == sorted(is_cached), "blocks that cache nothing are reused first"
         assert all(block.hash == key for key, block in self._cached.items())
 
     def _match_prefix(self, seq: Sequence) -> list[Block]:
-        """The longest cached prefix of the sequence's tokens, short of its last token."""
+        """The longest cached prefix of the sequence's tokens, short of its last token; sets first_miss."""
+        seq.first_miss = None
         if not self.enable_prefix_caching or seq.all_logits:
             return []
         num_full = (seq.num_tokens - 1) // self.block_size
@@ -198,6 +209,7 @@ class BlockManager:
             block = self._cached.get(seq.block_hashes[i])
             # The hash only finds the candidate; parent and tokens decide.
             if block is None or block.parent != parent or block.tokens != self._block_tokens(seq, i):
+                seq.first_miss = seq.block_hashes[i]
                 break
             hits.append(block)
             parent = block.content_id
@@ -209,7 +221,7 @@ class BlockManager:
     def _hash_blocks(self, seq: Sequence, num_blocks: int) -> None:
         """Extend seq.block_hashes to `num_blocks`; each block is hashed once in its sequence's life."""
         for i in range(len(seq.block_hashes), num_blocks):
-            parent = seq.block_hashes[i - 1] if i else b"salt:" + seq.cache_salt.encode()
+            parent = seq.block_hashes[i - 1] if i else b"salt:" + seq.cache_salt.encode(errors="surrogatepass")
             seq.block_hashes.append(self._hash(parent + self._block_tokens(seq, i).tobytes()))
 
     def _hash(self, data: bytes) -> bytes:

@@ -16,6 +16,8 @@ from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
+_NOT_BLOCKED = (-1, 0)
+
 
 class OutOfBlocks(Exception):
     """A running sequence needs a block, there is none, and steps in flight may still give some back."""
@@ -57,7 +59,7 @@ class Scheduler:
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}  # finished, but a step in flight still writes their blocks
-        self._blocked: tuple[int, int] | None = None  # (request, free blocks) of the last failed admission
+        self._blocked = _NOT_BLOCKED  # (request, room in blocks) of the last failed admission
         # Every running sequence decodes one token in every step, so no more run than a step has tokens.
         self._num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(self._num_rows))[::-1]
@@ -147,7 +149,8 @@ class Scheduler:
         if result.logits is not None:
             start = 0
             for seq, count in step.logit_spans:
-                seq.logits.append(result.logits[start : start + count])
+                if seq.finish_reason is None:
+                    seq.logits.append(result.logits[start : start + count])
                 start += count
         outputs = []
         for seq, token_id in zip(step.sampled, result.token_ids, strict=True):
@@ -187,7 +190,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self._leaving.clear()
-        self._blocked = None
+        self._blocked = _NOT_BLOCKED
         self._free_rows = list(range(self._num_rows))[::-1]
         self._num_in_flight = 0
 
@@ -220,6 +223,7 @@ class Scheduler:
         """Back to the front of the queue, to be computed anew: cheaper than swapping, and cached blocks are hit."""
         self.num_preemptions += 1
         self._release(seq)
+        seq.logits.clear()  # they will come again
         self.waiting[seq.request_id] = seq
         self.waiting.move_to_end(seq.request_id, last=False)
 
@@ -228,17 +232,18 @@ class Scheduler:
         if not self.waiting:
             return None
         seq = next(iter(self.waiting.values()))
-        state = (seq.request_id, self.block_manager.num_free)
-        if self._blocked is not None and self._blocked[0] == state[0] and self._blocked[1] >= state[1]:
-            return None  # nothing was freed since it last failed, so don't match its prefix again
+        room = self.block_manager.num_free - len(self.running)
+        blocked_id, blocked_room = self._blocked
+        if seq.request_id == blocked_id and room <= blocked_room and not self.block_manager.is_cached(seq.first_miss):
+            return None  # no more room than when it last failed, and no more to share, so don't match its prefix again
         if not self.block_manager.admit(seq, keep_free=len(self.running)):
-            self._blocked = state
+            self._blocked = (seq.request_id, room)
             return None
         del self.waiting[seq.request_id]
         self.running[seq.request_id] = seq
         seq.row = self._free_rows.pop()
         seq.token_on_device = False
-        if not seq.num_output_tokens:
+        if seq.metrics.first_scheduled_time is None:  # what it finds again after a preemption was its own work
             seq.num_cached_tokens = seq.num_computed_tokens
         return seq
 
@@ -307,7 +312,8 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         """Take a finished sequence off the running ones; blocks and row follow when no step in flight uses them."""
-        self._leaving[seq.request_id] = self.running.pop(seq.request_id)
+        self._leaving[seq.request_id] = seq
+        del self.running[seq.request_id]
         if not seq.in_flight:
             self._release(seq)
 

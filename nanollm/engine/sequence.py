@@ -39,6 +39,7 @@ class Sequence:
         "cache_salt",
         "content_ids",
         "finish_reason",
+        "first_miss",
         "in_flight",
         "logits",
         "max_tokens_total",
@@ -97,6 +98,7 @@ class Sequence:
         self.num_sent_blocks = 0  # blocks that the ranks already have in this row's block table
         self.block_hashes: list[bytes] = []  # of full blocks of known tokens, computed once
         self.content_ids: list[int] = []  # of the blocks committed to the prefix cache, in order
+        self.first_miss: bytes | None = None  # hash of the block that its last prefix match ended at
         self.prefix_epoch = -1
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
