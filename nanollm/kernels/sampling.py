@@ -4,9 +4,14 @@ The noise is a function of (seed, choice, position, token id) and of nothing els
 rank. So a seeded request draws the same tokens alone or in any batch, whole or chunked, on one GPU or many.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import torch
 from torch import Tensor
 
+from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
+
+_TILE = 2048  # tokens of the vocabulary a program, a multiple of 4
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 
@@ -47,22 +52,137 @@ def gumbel(words: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-u))
 
 
+def best_candidate_reference(
+    logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, choice_S: Tensor, position_S: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The definition; arguments as in best_candidate."""
+    values_SV = logits_SV.float()
+    if drawn := temperature_S.nonzero()[:, 0].tolist():
+        values_SV = values_SV.clone() if values_SV is logits_SV else values_SV
+        for row in drawn:  # one at a time: the integers take 8 bytes a token, and a large batch many
+            one = slice(row, row + 1)
+            noise_1V = gumbel(noise_words(seed_S[one], choice_S[one], position_S[one], first_id, values_SV.shape[1]))
+            values_SV[one] = values_SV[one] / temperature_S[one, None] + noise_1V
+    value_S, index_S = values_SV.max(dim=-1)
+    return value_S, index_S + first_id
+
+
+@triton.jit
+def _noise_words(quad, position, choice, seed):
+    """noise_words for whole quads of token ids: four uint32 tensors, of ids 4 * quad + 0, 1, 2 and 3."""
+    c0 = quad.to(tl.uint32)
+    c1, c2, c3 = c0 * 0 + position.to(tl.uint32), c0 * 0 + choice.to(tl.uint32), c0 * 0
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    m0, m1 = tl.full((), 0xD2511F53, tl.uint32), tl.full((), 0xCD9E8D57, tl.uint32)
+    for _ in tl.static_range(10):
+        low0, low1 = c0 * m0, c2 * m1
+        c0, c2 = tl.umulhi(c2, m1) ^ c1 ^ k0, tl.umulhi(c0, m0) ^ c3 ^ k1
+        c1, c3 = low1, low0
+        k0 += tl.full((), 0x9E3779B9, tl.uint32)
+        k1 += tl.full((), 0xBB67AE85, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _gumbel(word):
+    """gumbel(): the same u, bit for bit, and its logarithms within rounding."""
+    # (word + 1/2) / 2**32 = (2 * word + 1) / 2**33, rounded once, when the integer becomes a float.
+    u = tl.minimum((word.to(tl.int64) * 2 + 1).to(tl.float32) * (1 / 2**33), 1 - 1 / 2**24)
+    # log1p(-u) = log(w) * -u / (w - 1) with w = 1 - u rounded: the errors of w cancel. w is 1 where u is tiny.
+    w = 1 - u
+    exponential = tl.where(w == 1, u, tl.log(w) * (u / tl.where(w == 1, 1.0, w - 1)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _best_of_tile_kernel(
+    value_ST,
+    id_ST,
+    logits_SV,
+    temperature_S,
+    seed_S,
+    choice_S,
+    position_S,
+    first_id,
+    size,
+    row_stride,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program a tile of one row's vocabulary; a second kernel takes the best tile, so the order is always the same.
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    column = tile * TILE + tl.arange(0, TILE)
+    logit = tl.load(logits_SV + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperature_S + row)
+    if temperature != 0:
+        quad = (first_id + tile * TILE) // 4 + tl.arange(0, TILE // 4)
+        w0, w1, w2, w3 = _noise_words(quad, tl.load(position_S + row), tl.load(choice_S + row), tl.load(seed_S + row))
+        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+        logit = logit / temperature + _gumbel(word)
+    value, index = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
+    # NaN compares with nothing, so it may let a padding column win: name a token that there is, whatever the logits.
+    tl.store(value_ST + row * tl.num_programs(1) + tile, value)
+    tl.store(id_ST + row * tl.num_programs(1) + tile, first_id + tl.minimum(tile * TILE + index, size - 1))
+
+
+@triton.jit
+def _best_tile_kernel(value_S, id_S, value_ST, id_ST, num_tiles, TILES: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, TILES)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(value_ST + row * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
+    value, best = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(value_S + row, value)
+    tl.store(id_S + row, tl.load(id_ST + row * num_tiles + tl.minimum(best, num_tiles - 1)).to(tl.int64))
+
+
+def _best_candidate_triton(
+    logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, choice_S: Tensor, position_S: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    num_rows, size = logits_SV.shape
+    num_tiles = -(-size // _TILE)
+    value_ST = logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32)
+    id_ST = logits_SV.new_empty(num_rows, num_tiles, dtype=torch.int32)
+    value_S = logits_SV.new_empty(num_rows, dtype=torch.float32)
+    id_S = logits_SV.new_empty(num_rows, dtype=torch.int64)
+    if num_rows:
+        pdl = overlap(logits_SV.device)
+        _best_of_tile_kernel[(num_rows, num_tiles)](
+            value_ST,
+            id_ST,
+            logits_SV,
+            temperature_S,
+            seed_S,
+            choice_S,
+            position_S,
+            first_id,
+            size,
+            logits_SV.stride(0),
+            TILE=_TILE,
+            num_warps=4,
+            **pdl,
+        )
+        _best_tile_kernel[(num_rows,)](
+            value_S, id_S, value_ST, id_ST, num_tiles, TILES=power_of_2(num_tiles), num_warps=1, **pdl
+        )
+    return value_S, id_S
+
+
 def best_candidate(
     logits_SV: Tensor, temperature_S: Tensor, seed_S: Tensor, choice_S: Tensor, position_S: Tensor, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The winner among this shard's tokens: (value float32 [S], token id int64 [S]).
 
     Value is logit / temperature + noise, or the logit itself where the temperature is 0 (exact greedy). Values of
-    different shards compare, so the best of the shards' winners is the whole vocabulary's. Of equals the lowest id wins.
+    different shards compare, so the best of the shards' winners is the whole vocabulary's. Of equals the
+    lowest id wins.
+    logits_SV: any float dtype, columns adjacent. first_id: this shard's first token, a multiple of 4.
+    Floor on a GPU: one read of the logits, or 10 rounds of Philox for every four of them.
     """
-    values_SV = logits_SV.float()
-    if drawn := temperature_S.nonzero()[:, 0].tolist():
-        values_SV = values_SV.clone() if values_SV is logits_SV else values_SV
-        for row in drawn:  # one at a time: the integers take 8 bytes a token, and a large batch many
-            one = slice(row, row + 1)
-            noise_1V = gumbel(
-                noise_words(seed_S[one], choice_S[one], position_S[one], first_id, values_SV.shape[1])
-            )
-            values_SV[one] = values_SV[one] / temperature_S[one, None] + noise_1V
-    value_S, index_S = values_SV.max(dim=-1)
-    return value_S, index_S + first_id
+    run = _best_candidate_triton if runs_triton(logits_SV) else best_candidate_reference
+    return run(logits_SV, temperature_S, seed_S, choice_S, position_S, first_id)

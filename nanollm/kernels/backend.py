@@ -1,0 +1,71 @@
+"""Triton where it is installed, and what a launch must know about the GPU. Kernel files import both from here."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+
+    class _Absent:
+        """Lets a kernel file load without Triton, which then runs nothing but the definitions."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda function: function  # the decorator triton.jit, the annotation tl.constexpr
+
+    triton = tl = _Absent()  # type: ignore[assignment]
+    HAS_TRITON = False
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton before 3.3
+    gdc_launch_dependents = gdc_wait = None
+
+__all__ = ["Gpu", "gdc_launch_dependents", "gdc_wait", "gpu", "overlap", "power_of_2", "runs_triton", "tl", "triton"]
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether the kernels run on x: on a CUDA GPU where Triton is installed. Elsewhere their definitions do."""
+    return HAS_TRITON and x.is_cuda
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """capability: (9, 0) for an H200. shared_bytes: shared memory of one program. num_sms: its multiprocessors."""
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    num_sms: int
+
+
+@functools.cache
+def gpu(device: torch.device) -> Gpu:
+    """What launches depend on. Triton's interpreter runs without a GPU and is told of a small one."""
+    if device.type != "cuda":
+        return Gpu((8, 0), 99 * 1024, 8)
+    found = torch.cuda.get_device_properties(device)
+    shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Gpu((found.major, found.minor), shared, found.multi_processor_count)
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch arguments for programmatic dependent launch, where the GPU has it (Hopper and later).
+
+    Such a kernel starts while the one before it still runs, and calls gdc_wait before it reads what that one writes.
+    Every kernel that takes PDL waits, in every program, so that "the one before" includes all before that one.
+    """
+    if gpu(device).capability < (9, 0) or gdc_wait is None:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n: Triton's tiles have such sizes."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,275 @@
+"""Attention of one new token a row over its paged KV cache, the cache split over programs (Dao et al., 2023)."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from nanollm.kernels.backend import (
+    Gpu,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu,
+    overlap,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
+
+
+def decode_attention_reference(
+    q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_BM: Tensor, context_lens_B: Tensor
+) -> Tensor:
+    """The definition: all rows at once, padded to the longest context. A row of context 0 gives zeros."""
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    blocks_BM = block_tables_BM[:, : -(-int(context_lens_B.max()) // block_size)]
+    k_BCKH, v_BCKH = k_cache[blocks_BM].flatten(1, 2), v_cache[blocks_BM].flatten(1, 2)
+    q_BKGH = q_BNH.unflatten(1, (num_kv_heads, -1))
+    scores_BKGC = torch.matmul(q_BKGH, k_BCKH.permute(0, 2, 3, 1)).float() * q_BNH.shape[-1] ** -0.5
+    beyond_BC = torch.arange(k_BCKH.shape[1], device=q_BNH.device) >= context_lens_B[:, None]
+    weights_BKGC = scores_BKGC.masked_fill(beyond_BC[:, None, None], float("-inf")).softmax(-1).to(q_BNH.dtype)
+    out_BNH = torch.matmul(weights_BKGC, v_BCKH.transpose(1, 2)).flatten(1, 2)
+    return out_BNH.masked_fill((context_lens_B == 0)[:, None, None], 0)
+
+
+@triton.jit
+def _combine(
+    out_GH,
+    partial_SGH,
+    lse_SG,
+    num_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
+    """The whole softmax from that of each range: weights in proportion to exp of the range's log-sum-exp."""
+    head_G, dim_H, split_S = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE), tl.arange(0, NUM_SPLITS)
+    inside_G = head_G < GROUP
+    inside_GH = inside_G[:, None] & (dim_H < HEAD_DIM)[None, :]
+    offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
+    # Other multiprocessors wrote these: read them from the L2 cache.
+    all_lse = tl.load(
+        lse_SG + split_S[:, None] * GROUP + head_G[None, :],
+        mask=(split_S < num_splits)[:, None] & inside_G[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top_G = tl.where(inside_G, tl.max(all_lse, 0), 0.0)
+    total_G = tl.where(inside_G, tl.sum(tl.exp2(all_lse - top_G[None, :]), 0), 1.0)
+    acc_GH = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
+    for s in tl.static_range(NUM_SPLITS):
+        there = s < num_splits
+        lse_G = tl.load(lse_SG + s * GROUP + head_G, mask=there & inside_G, other=float("-inf"), cache_modifier=".cg")
+        partial = partial_SGH + s * GROUP * HEAD_DIM + offset_GH
+        part_GH = tl.load(partial, mask=there & inside_GH, other=0.0, cache_modifier=".cg")
+        acc_GH += tl.exp2(lse_G - top_G)[:, None] * part_GH
+    tl.store(out_GH + offset_GH, (acc_GH / total_G[:, None]).to(out_GH.dtype.element_ty), mask=inside_GH)
+
+
+@triton.jit
+def load_blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of tokens first … first + TILE of a row: one for all of them where a tile fits in a block."""
+    token_C = first if BLOCK_SIZE % TILE == 0 else first + tl.arange(0, TILE)
+    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0)
+
+
+@triton.jit
+def _decode_attention_kernel(
+    out_BNH,
+    partial_BKSGH,
+    lse_BKSG,
+    arrived_BK,
+    q_BNH,
+    k_cache,
+    v_cache,
+    block_tables_BM,
+    context_lens_B,
+    q_stride,
+    table_stride,
+    scale_log2,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program takes one KV head of one row, with all query heads that share it, and one range of its tokens. The
+    # grid depends on the bucket only: ranges follow from the context, and programs that get none leave at once.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    context = tl.load(context_lens_B + row)
+    wanted = tl.minimum(NUM_SPLITS, tl.cdiv(context, MIN_SPLIT))
+    split_len = tl.cdiv(tl.cdiv(context, tl.maximum(wanted, 1)), TILE) * TILE
+    num_splits = tl.cdiv(context, tl.maximum(split_len, 1))
+    start, stop = split * split_len, tl.minimum((split + 1) * split_len, context)
+
+    head_G = tl.arange(0, GROUP_PAD)
+    dim_H = tl.arange(0, HEAD_TILE)
+    inside_GH = (head_G < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    offset_GH = (kv_head * GROUP + head_G)[:, None] * HEAD_DIM + dim_H[None, :]
+    out = out_BNH + row * NUM_KV_HEADS * GROUP * HEAD_DIM + offset_GH
+    if (context == 0) & (split == 0):
+        tl.store(out, tl.zeros([GROUP_PAD, HEAD_TILE], out_BNH.dtype.element_ty), mask=inside_GH)
+    if start >= stop:
+        return
+
+    q_GH = tl.load(q_BNH + row * q_stride + offset_GH, mask=inside_GH, other=0.0)
+    table = block_tables_BM + row * table_stride
+    token_C = tl.arange(0, TILE)
+    top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
+    total_G = tl.zeros([GROUP_PAD], tl.float32)
+    acc_GH = tl.zeros([GROUP_PAD, HEAD_TILE], tl.float32)
+    # The next tile's blocks are looked up a tile ahead: the loads of K and V depend on them.
+    block_C = load_blocks(table, start, stop, BLOCK_SIZE, TILE)
+    for first in tl.range(start, stop, TILE, num_stages=STAGES):
+        slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
+        block_C = load_blocks(table, first + TILE, stop, BLOCK_SIZE, TILE)
+        inside_C = first + token_C < stop
+        offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
+        inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
+        k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
+        v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
+        score_GC = tl.dot(q_GH, tl.trans(k_CH), input_precision="ieee") * scale_log2
+        score_GC = tl.where(inside_C[None, :], score_GC, float("-inf"))
+        new_top_G = tl.maximum(top_G, tl.max(score_GC, 1))
+        weight_GC = tl.exp2(score_GC - new_top_G[:, None])
+        shrink_G = tl.exp2(top_G - new_top_G)
+        total_G = total_G * shrink_G + tl.sum(weight_GC, 1)
+        acc_GH = acc_GH * shrink_G[:, None]
+        acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH, input_precision="ieee")
+        top_G = new_top_G
+
+    acc_GH /= total_G[:, None]
+    if num_splits == 1:
+        tl.store(out, acc_GH.to(out_BNH.dtype.element_ty), mask=inside_GH)
+    else:
+        # The program that arrives last adds up the ranges, in their order whoever is last.
+        pair = row * NUM_KV_HEADS + kv_head
+        partial = partial_BKSGH + pair * NUM_SPLITS * GROUP * HEAD_DIM
+        lse = lse_BKSG + pair * NUM_SPLITS * GROUP
+        offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
+        tl.store(partial + split * GROUP * HEAD_DIM + offset_GH, acc_GH, mask=inside_GH)
+        tl.store(lse + split * GROUP + head_G, top_G + tl.log2(total_G), mask=head_G < GROUP)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        if tl.atomic_add(arrived_BK + pair, 1, sem="acq_rel") == num_splits - 1:
+            tl.store(arrived_BK + pair, 0)  # for the next launch
+            _combine(
+                out_BNH + pair * GROUP * HEAD_DIM, partial, lse, num_splits, GROUP, HEAD_DIM, NUM_SPLITS, GROUP_TILE,
+                HEAD_TILE,
+            )  # fmt: skip
+
+
+def num_splits_for(num_rows: int, num_kv_heads: int, gpu: Gpu) -> int:
+    """Ranges a long context is split into: enough to fill the GPU if all rows are long. A power of two.
+
+    From the bucket's rows alone, never from contexts, so that a row's result doesn't depend on its neighbours' lengths.
+    """
+    return min(max(power_of_2(2 * gpu.num_sms // max(num_rows * num_kv_heads, 1)), 4), 16)
+
+
+def tile_for(head_dim: int, dtype: torch.dtype, gpu: Gpu, stages: int) -> int:
+    """Tokens a tile: 64 unless the shared memory of `stages` tiles of K and V is too small for it."""
+    row_bytes = 2 * power_of_2(head_dim) * dtype.itemsize
+    tile = 64
+    while tile > 16 and (stages * tile * row_bytes > gpu.shared_bytes - 8 * 1024):
+        tile //= 2
+    return tile
+
+
+@functools.cache
+def _arrived(device: torch.device, size: int) -> Tensor:
+    """Zeros, which every launch leaves as zeros. One for all launches: they follow one another in one stream."""
+    return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+def _decode_attention_triton(
+    out_BNH: Tensor,
+    q_BNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_BM: Tensor,
+    context_lens_B: Tensor,
+    *,
+    num_splits: int | None = None,
+    min_split: int = 256,
+    tile: int | None = None,
+    stages: int = 3,
+    num_warps: int = 4,
+) -> None:
+    num_rows, num_heads, head_dim = q_BNH.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    device = q_BNH.device
+    if num_splits is None:
+        num_splits = num_splits_for(num_rows, num_kv_heads, gpu(device))
+    if tile is None:
+        tile = tile_for(head_dim, k_cache.dtype, gpu(device), stages)
+    if not num_rows:
+        return
+    partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(num_rows * num_heads * num_splits, dtype=torch.float32, device=device)
+    _decode_attention_kernel[(num_kv_heads, num_rows, num_splits)](
+        out_BNH,
+        partial,
+        lse,
+        _arrived(device, power_of_2(max(num_rows * num_kv_heads, 4096))),
+        q_BNH,
+        k_cache,
+        v_cache,
+        block_tables_BM,
+        context_lens_B,
+        q_BNH.stride(0),
+        block_tables_BM.stride(0),
+        head_dim**-0.5 * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        NUM_SPLITS=num_splits,
+        MIN_SPLIT=min_split,
+        GROUP_PAD=max(power_of_2(group), 16),  # what tl.dot takes
+        GROUP_TILE=power_of_2(group),
+        HEAD_TILE=max(power_of_2(head_dim), 16),
+        TILE=tile,
+        STAGES=stages,
+        num_warps=num_warps,
+        **overlap(device),
+    )
+
+
+def decode_attention(
+    q_BNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_BM: Tensor,
+    context_lens_B: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Row b's query over the first context_lens_B[b] tokens of its cache, its own among them.
+
+    Returns [B, N, H], in `out` if given. k_cache, v_cache: contiguous [blocks, block_size, K, H]; block_size a power
+    of two; H up to 256. block_tables_BM, context_lens_B: int32. A row of context 0 (padding of a CUDA graph) gives
+    zeros and reads nothing.
+    Softmax scale: H ** -0.5. Launches depend on the number of rows only, so a captured one serves all contexts.
+    Floor on a GPU: one read of every row's K and V.
+    """
+    out_BNH = torch.empty_like(q_BNH, memory_format=torch.contiguous_format) if out is None else out
+    if runs_triton(q_BNH):
+        _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
+    else:
+        out_BNH.copy_(decode_attention_reference(q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B))
+    return out_BNH

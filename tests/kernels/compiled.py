@@ -1,0 +1,86 @@
+"""Compiles for one GPU architecture, without the GPU, what the launchers would launch there; test_compile.py runs it.
+
+`python -m tests.kernels.compiled 90 128,4,16` compiles for compute capability 9.0, attention with head dim 128, 4 query
+heads a KV head and blocks of 16 tokens. It prints a line of JSON for each kernel: name and bytes of shared memory.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from nanollm.kernels import (
+    backend,
+    decode_attention,
+    embedding,
+    prefill_attention,
+    qkv_to_cache,
+    rms_norm,
+    sampling,
+    silu_mul,
+)
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+
+
+class Driver:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_launching(capability: int) -> None:
+    triton.runtime.driver.set_active(Driver(capability))
+    found = backend.Gpu(divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
+    for module in (backend, decode_attention, prefill_attention):
+        module.gpu = lambda device: found  # type: ignore[attr-defined]
+    run = JITFunction.run
+
+    def warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        print(json.dumps([self.fn.__name__, kernel.metadata.shared]), flush=True)
+
+    JITFunction.run = warm_up  # type: ignore[method-assign]
+
+
+def launch_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    cache = torch.zeros(2, block_size, 8, head_dim, dtype=dtype)
+    q = torch.zeros(16, 8 * group, head_dim, dtype=dtype)
+    tables, ints = torch.zeros(16, 4, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
+    decode_attention._decode_attention_triton(q, q, cache, cache, tables, ints[1:])
+    prefill_attention._prefill_attention_triton(q, q, cache, cache, tables, ints, ints[1:])
+
+
+def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
+    x, weight, long = (
+        torch.zeros(16, 6144, dtype=dtype),
+        torch.zeros(6144, dtype=dtype),
+        torch.zeros(16, dtype=torch.long),
+    )
+    rms_norm._rms_norm_triton(x, x, weight, 1e-6)
+    silu_mul._silu_mul_triton(x)
+    embedding._embedding_triton(long, x, 0, 16)
+    sampling._best_candidate_triton(x, torch.zeros(16), long, long, long)
+    cache, norm = torch.zeros(2, 16, 8, 128, dtype=dtype), weight[:128]
+    qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)
+
+
+if __name__ == "__main__":
+    compile_instead_of_launching(int(sys.argv[1]))
+    for shape in sys.argv[2:]:
+        launch_attention(*map(int, shape.split(",")))
+    launch_the_rest()

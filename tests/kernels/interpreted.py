@@ -1,0 +1,114 @@
+"""The Triton kernels in float32 under Triton's interpreter: test_interpreter.py runs this file with TRITON_INTERPRET=1.
+
+Shapes are small and at edges: one token, around a block, around a tile, context 1, uneven groups and head dims.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tests.kernels import checks
+
+torch.set_num_threads(1)
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_index_too(tensor: Any, scope: Any) -> None:
+    """Triton 3.6's interpreter asks NumPy for int(array of one element), which NumPy 2.4 refuses."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_index_too
+ON_CPU = {"device": "cpu", "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size"),
+    [(1, 64, 16), (2, 128, 16), (3, 80, 32), (4, 128, 1), (5, 128, 64), (7, 96, 4), (8, 256, 16), (2, 64, 256)],
+)
+def test_decode_attention(group: int, head_dim: int, block_size: int) -> None:
+    contexts = [1, 15, 16, 17, 33, 0, 100]
+    checks.check_decode_attention(
+        contexts, group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
+        num_splits=4, min_split=32, tile=16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 16])
+def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
+    checks.check_decode_attention(
+        [1, 64, 65, 300], group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
+        num_splits=num_splits, min_split=16, tile=16,
+    )  # fmt: skip
+
+
+def test_decode_attention_as_it_is_launched_by_default() -> None:
+    checks.check_decode_attention([5, 700], group=2, num_kv_heads=2, head_dim=128, block_size=16, **ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size"),
+    [(1, 64, 16), (2, 128, 16), (3, 80, 32), (4, 128, 1), (5, 128, 64), (7, 96, 4), (8, 256, 16), (2, 64, 256)],
+)
+def test_prefill_attention(group: int, head_dim: int, block_size: int) -> None:
+    rows = [(1, 1), (1, 40), (17, 17), (16, 16), (0, 0), (5, 37), (33, 64), (20, 21)]
+    checks.check_prefill_attention(
+        rows, group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
+        tiles=(16, 16, 4, 2),
+    )  # fmt: skip
+
+
+def test_prefill_attention_by_copy_engine() -> None:
+    checks.check_prefill_attention(
+        [(1, 1), (40, 100), (33, 33)], group=2, num_kv_heads=2, head_dim=64, block_size=32, **ON_CPU,
+        tiles=(32, 16, 4, 2), by_copy_engine=True,
+    )  # fmt: skip
+
+
+def test_prefill_attention_as_it_is_launched_by_default() -> None:
+    rows = [(1, 1)] * 260 + [(100, 130)]  # more rows than one program looks through at a time
+    checks.check_prefill_attention(rows, group=2, num_kv_heads=1, head_dim=64, block_size=16, **ON_CPU)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (2, 5, 128), (2, 5120), (0, 64)])
+@pytest.mark.parametrize("add", [False, True])
+def test_rms_norm(shape: tuple[int, ...], add: bool) -> None:
+    checks.check_rms_norm(shape, add=add, **ON_CPU)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (3, 1023), (2, 1024), (1, 2500), (0, 64)])
+def test_silu_mul(num_tokens: int, size: int) -> None:
+    checks.check_silu_mul(num_tokens, size, **ON_CPU)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (9, 80), (5, 1500)])
+def test_embedding(num_tokens: int, size: int) -> None:
+    checks.check_embedding(num_tokens, size, **ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "qk_norm"),
+    [(16, 8, 128, True), (9, 3, 64, False), (5, 1, 80, True), (3, 3, 96, False), (2, 1, 256, True)],
+)
+def test_qkv_to_cache(num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: bool) -> None:
+    checks.check_qkv_to_cache(
+        [5, -1, 16, 33, 0], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16,
+        qk_norm=qk_norm, **ON_CPU,
+    )  # fmt: skip
+
+
+def test_noise_is_the_definitions() -> None:
+    checks.check_noise(device="cpu")
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("num_rows", "size", "first_id"), [(1, 1, 0), (6, 300, 0), (4, 2048, 40), (3, 5000, 1000)])
+def test_best_candidate(num_rows: int, size: int, first_id: int, greedy: bool) -> None:
+    checks.check_best_candidate(num_rows, size, first_id=first_id, greedy=greedy, **ON_CPU)
+
+
+def test_ties() -> None:
+    checks.check_ties(device="cpu")

@@ -1,0 +1,54 @@
+"""Every Triton kernel compiles for the GPUs people own and fits their shared memory; no GPU is needed for that."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+# head dim, query heads a KV head, block size, where their tiles differ
+SHAPES = ["128,4,16", "256,8,64", "80,3,16"]
+KERNELS = {
+    "_decode_attention_kernel",
+    "_prefill_attention_kernel",
+    "_rms_norm_kernel",
+    "_silu_mul_kernel",
+    "_embedding_kernel",
+    "_qkv_to_cache_kernel",
+    "_best_of_tile_kernel",
+    "_best_tile_kernel",
+}
+
+
+def compile_for(capability: int, cache: Path) -> list[tuple[str, int]]:
+    """(kernel, bytes of shared memory) of all, in a process without TRITON_INTERPRET."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled", str(capability), *SHAPES],
+        cwd=Path(__file__).parents[2],
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-5_000:]
+    return [tuple(json.loads(line)) for line in run.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[list[tuple[str, int]]]]]:
+    with ThreadPoolExecutor(2) as pool:
+        cache = tmp_path_factory.mktemp("triton")
+        yield {capability: pool.submit(compile_for, capability, cache) for capability in SHARED_KIB}
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_kernels_fit_the_shared_memory(compiled: dict[int, Future[list[tuple[str, int]]]], capability: int) -> None:
+    kernels = compiled[capability].result()
+    assert {name for name, _ in kernels} == KERNELS
+    assert [(name, shared) for name, shared in kernels if shared > SHARED_KIB[capability] * 1024] == []

@@ -1,0 +1,45 @@
+"""The plain definitions against oracles that share nothing with them."""
+
+import pytest
+import torch
+
+from nanollm.kernels.attention import paged_attention
+from nanollm.kernels.embedding import embedding
+from nanollm.kernels.qkv_to_cache import qkv_to_cache
+from tests.kernels.checks import assert_close, attention_oracle, paged_cache
+
+
+@pytest.mark.parametrize(
+    "rows", [[(1, 1)], [(1, 40), (1, 16)], [(17, 17)], [(1, 33), (1, 1), (5, 21), (16, 16)]], ids=str
+)
+def test_paged_attention(rows: list[tuple[int, int]]) -> None:
+    """Rows of (query length, context length), decodes first."""
+    torch.manual_seed(0)
+    queries, contexts = ([row[i] for row in rows] for i in (0, 1))
+    k_cache, v_cache, tables_BM = paged_cache(contexts, 16, 2, 32, "cpu", torch.float32)
+    k_cache, v_cache = k_cache.nan_to_num(0.0), v_cache.nan_to_num(0.0)  # the definition reads whole blocks
+    q_TNH = torch.randn(sum(queries), 6, 32)
+    out_TNH = paged_attention(q_TNH, k_cache, v_cache, tables_BM, queries, contexts)
+    for out_QNH, q_QNH, table_M, context in zip(
+        out_TNH.split(queries), q_TNH.split(queries), tables_BM, contexts, strict=True
+    ):
+        assert_close(out_QNH, attention_oracle(q_QNH, k_cache, v_cache, table_M, context), 2e-6)
+
+
+def test_slot_minus_one_writes_nothing() -> None:
+    cache = torch.zeros(2, 2, 4, 1, 8)
+    qkv_to_cache(
+        torch.ones(3, 24), None, None, 1e-6, torch.ones(4, 8), torch.arange(3), torch.tensor([-1, 5, -1]), *cache
+    )
+    assert cache.flatten(1, 2)[1].any(dim=(-1, -2)).tolist() == [False] * 5 + [True] + [False] * 2
+
+
+def test_embedding_of_ids_outside_the_shard_is_zero() -> None:
+    weight = torch.arange(1.0, 9).view(4, 2)  # ids 10, 11, 12 and a row of padding
+    assert embedding(torch.tensor([9, 10, 12, 13, 0]), weight, 10, 3).tolist() == [
+        [0, 0],
+        [1, 2],
+        [5, 6],
+        [0, 0],
+        [0, 0],
+    ]
