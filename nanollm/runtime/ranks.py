@@ -234,6 +234,8 @@ def _start_processes(config: EngineConfig, source: ModelSource, device: torch.de
                 ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
             ranks.send(Kind.START)
             ranks.tp = TPGroup.join(0, size, device, backend, config.step_timeout, store)
+            for rank in range(1, size):  # only then may the store go
+                ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
         except BaseException as error:
             os.environ.pop(_IN_WORKER, None)
             message = ranks.blame(1.0) if isinstance(error, Exception) else None
@@ -259,6 +261,7 @@ def _worker(rank: int, config: EngineConfig, source: ModelSource, connection: so
         link.send(Kind.READY)
         link.recv(_JOIN_TIMEOUT)
         tp = TPGroup.join(rank, config.tensor_parallel_size, device, backend, config.step_timeout, store)
+        link.send(Kind.READY)
         Follower(config, source, Ranks(tp, device), link).serve()
     except BaseException:
         report(link)
