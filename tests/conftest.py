@@ -18,6 +18,8 @@ torch.set_num_threads(min(torch.get_num_threads(), 4))
 transformers.logging.disable_progress_bar()
 
 VOCAB_SIZE = 300
+# The same tests run on a GPU too: NANOLLM_TEST_DEVICE=cuda pytest.
+DEVICE = os.environ.get("NANOLLM_TEST_DEVICE", "cpu")
 TINY: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -60,8 +62,9 @@ class TinyModel:
         return hf_greedy(self.hf, token_ids, num_tokens)
 
     def llm(self, **kwargs: Any) -> LLM:
-        """Our engine on the same weights, with a small KV cache unless told otherwise."""
-        return LLM(self.path, **({"skip_tokenizer_init": True, "num_kv_blocks": 128, "max_num_seqs": 16} | kwargs))
+        """Our engine on the same weights, in float32 and with a small KV cache unless told otherwise."""
+        defaults = {"device": DEVICE, "dtype": "float32", "num_kv_blocks": 128, "max_num_seqs": 16}
+        return LLM(self.path, **({"skip_tokenizer_init": True} | defaults | kwargs))
 
 
 def hf_greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:

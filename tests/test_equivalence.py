@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.conftest import VOCAB_SIZE, hf_greedy, random_prompt
+from tests.conftest import DEVICE, VOCAB_SIZE, hf_greedy, random_prompt
 
 from nanollm import LLM, SamplingParams
 
@@ -104,7 +104,7 @@ def test_smollm2_writes_the_greedy_tokens_of_transformers(smollm2_path: Path) ->
         "Write a short poem about the sea.",
         "List three prime numbers and explain why they are prime.",
     ]
-    with LLM(str(smollm2_path), num_kv_blocks=64) as llm:
+    with LLM(str(smollm2_path), device=DEVICE, dtype="float32", num_kv_blocks=64) as llm:
         prompts = [llm.apply_chat_template([{"role": "user", "content": text}]) for text in chats]
         outputs = llm.generate(
             [{"prompt_token_ids": llm.tokenizer.encode(text, add_special_tokens=False)} for text in prompts],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import VOCAB_SIZE, random_prompt
+from tests.conftest import DEVICE, VOCAB_SIZE, random_prompt
 
 from nanollm import LLM, SamplingParams
 from nanollm.layers.activation import GatedMLP
@@ -271,7 +271,9 @@ def test_named_shapes_need_no_file_and_no_tokenizer() -> None:
     tiny_shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 500, "head_dim": 16}
     runs = []
     for seed in (0, 0, 1):
-        with LLM("qwen3-0.6b", load_format="dummy", seed=seed, hf_overrides=tiny_shape, num_kv_blocks=8) as llm:
+        with LLM(
+            "qwen3-0.6b", load_format="dummy", seed=seed, hf_overrides=tiny_shape, num_kv_blocks=8, device=DEVICE
+        ) as llm:
             assert llm.tokenizer is None
             runs.append(llm.compute_logits([[1, 2, 3]])[0])
     assert torch.equal(runs[0], runs[1]) and not torch.allclose(runs[0], runs[2])

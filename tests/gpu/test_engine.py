@@ -1,0 +1,61 @@
+"""The engine on a GPU gives the CPU's tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import random_prompt
+
+from nanollm import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, overlap: bool) -> None:
+    prompts = [random_prompt(length, seed=9) for length in (1, 15, 16, 17, 60)]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=32, ignore_eos=True) for t in (0, 0.9, 0, 0.9, 0)]
+    runs = []
+    for device in ("cpu", "cuda"):
+        with tiny(kind).llm(device=device, overlap=overlap, long_prefill_token_threshold=9) as llm:
+            runs.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert runs[0] == runs[1]
+
+
+def test_smollm2_gives_the_tokens_of_the_cpu(smollm2_path: Path) -> None:
+    prompts = ["Once upon a time", "The capital of France is", "def fibonacci(n):"]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    runs = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(smollm2_path), device=device, dtype="float32", num_kv_blocks=64) as llm:
+            runs.append([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert runs[0] == runs[1]
+
+
+def test_memory_of_a_closed_engine_is_back(tiny: Any) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(2):
+        with tiny("qwen3").llm(device="cuda", num_kv_blocks=None, kv_cache_memory_bytes=2**30) as llm:
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+            assert torch.cuda.mem_get_info()[0] < before - 2**29
+        assert torch.cuda.mem_get_info()[0] > before - 2**28
+
+
+def test_cache_size_follows_gpu_memory_utilization() -> None:
+    sizes = []
+    for utilization in (0.2, 0.4):
+        shape = {"num_hidden_layers": 2}
+        with LLM(
+            "qwen3-0.6b",
+            load_format="dummy",
+            hf_overrides=shape,
+            gpu_memory_utilization=utilization,
+            max_num_seqs=65536,
+        ) as llm:
+            sizes.append(llm.get_stats().num_total_blocks)
+    block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # layers, k and v, tokens, heads, head_dim, bfloat16
+    gained = (sizes[1] - sizes[0]) * block_bytes / torch.cuda.mem_get_info()[1]
+    assert 0.15 < gained < 0.25
