@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.conftest import DEVICE, VOCAB_SIZE, hf_greedy, random_prompt
 
 from nanollm import LLM, SamplingParams
+from tests.conftest import DEVICE, VOCAB_SIZE, hf_greedy, random_prompt
 
 GREEDY_64 = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 LENGTHS = (1, 2, 15, 16, 17, 33, 64)

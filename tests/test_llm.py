@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import DEVICE, VOCAB_SIZE, random_prompt
 
 from nanollm import LLM, SamplingParams
 from nanollm.layers.activation import GatedMLP
+from tests.conftest import DEVICE, VOCAB_SIZE, random_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -222,7 +222,7 @@ def test_several_threads_share_one_engine(tiny: Any, llm: LLM) -> None:
 def test_two_streams_of_one_thread_interleave(tiny: Any, llm: LLM) -> None:
     a, b = random_prompt(9), random_prompt(21)
     last: list[Any] = [None, None]
-    for last[0], last[1] in zip(  # noqa: B020 - keeps the latest pair
+    for last[0], last[1] in zip(
         llm.generate_stream([a], GREEDY), llm.generate_stream([b], GREEDY), strict=True
     ):
         pass

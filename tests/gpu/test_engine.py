@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import random_prompt
 
 from nanollm import LLM, SamplingParams
+from tests.conftest import random_prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
