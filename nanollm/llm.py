@@ -3,7 +3,8 @@
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ class LLM:
         Text and token_ids are cumulative. Closing the iterator early aborts what is left. Raises as generate does.
         """
         requests = self._prepare_on_all_ranks(prompts, sampling_params)
-        return (output for _, output in self._run(requests, stream=True))
+        return _outputs(self._run(requests, stream=True))
 
     def chat(
         self,
@@ -162,7 +163,7 @@ class LLM:
     def close(self) -> None:
         """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
         with self._lock:
-            self._engine.scheduler.reset()
+            self._engine.reset()
             self._executor.close()
 
     def __enter__(self) -> "LLM":
@@ -260,7 +261,7 @@ class LLM:
             raise ValueError(f"{what} needs a tokenizer: give token ids, or pass tokenizer= and no skip_tokenizer_init")
         return self.tokenizer
 
-    def _run(self, requests: list[_Request], *, stream: bool | None) -> Iterator[tuple[int, Any]]:
+    def _run(self, requests: list[_Request], *, stream: bool | None) -> Generator[tuple[int, Any], None, None]:
         """Queue the requests and yield (index, output) as they progress; stream None yields EngineOutputs at the end.
 
         However this generator ends, its requests are out of the engine afterwards.
@@ -328,6 +329,13 @@ class LLM:
                 mailbox.append(output)
         for request_id in aborts:
             self._engine.abort(request_id)
+
+
+def _outputs(run: Generator[tuple[int, RequestOutput], None, None]) -> Iterator[RequestOutput]:
+    """The outputs alone; closing this closes the run too."""
+    with closing(run):
+        for _, output in run:
+            yield output
 
 
 def _is_prompt(value: object) -> bool:

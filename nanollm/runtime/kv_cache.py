@@ -15,7 +15,7 @@ def block_bytes(config: ModelConfig, heads: HeadPartition, block_size: int, dtyp
 
 
 def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
-    """Blocks to allocate: what the user said, or what fits `available_bytes`, and never more than all rows can fill.
+    """Blocks to allocate: what the user said, or what fits `available_bytes` as far as it is of use.
 
     ValueError, with the numbers and the flags to change, if that is not even one block.
     """
@@ -29,8 +29,10 @@ def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int
             f"takes {bytes_per_block / 2**20:.2f} MiB: free memory, raise gpu_memory_utilization (now "
             f"{config.gpu_memory_utilization}) or kv_cache_memory_bytes, or lower block_size"
         )
-    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return min(budget // bytes_per_block, useful)
+    if config.kv_cache_memory_bytes is not None:
+        return budget // bytes_per_block
+    # A tiny model could have millions: enough for every row at its longest, and for prefixes worth keeping.
+    return min(budget // bytes_per_block, max(config.max_num_seqs, 256) * -(-max_model_len // config.block_size))
 
 
 def available_gpu_bytes(config: EngineConfig, device: torch.device) -> int:
