@@ -143,14 +143,14 @@ def _decode_attention_kernel(
         inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
         k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
         v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
-        score_GC = tl.dot(q_GH, tl.trans(k_CH), input_precision="ieee") * scale_log2
+        score_GC = tl.dot(q_GH, tl.trans(k_CH), input_precision="tf32x3") * scale_log2
         score_GC = tl.where(inside_C[None, :], score_GC, float("-inf"))
         new_top_G = tl.maximum(top_G, tl.max(score_GC, 1))
         weight_GC = tl.exp2(score_GC - new_top_G[:, None])
         shrink_G = tl.exp2(top_G - new_top_G)
         total_G = total_G * shrink_G + tl.sum(weight_GC, 1)
         acc_GH = acc_GH * shrink_G[:, None]
-        acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH, input_precision="ieee")
+        acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH, input_precision="tf32x3")
         top_G = new_top_G
 
     acc_GH /= total_G[:, None]

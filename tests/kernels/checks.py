@@ -26,7 +26,7 @@ from nanollm.kernels.sampling import (
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 
 # Relative error of a result that is rounded once, and of one whose softmax weights are rounded too.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 
 def assert_close(out: Tensor, expected: Tensor, factor: float = 1) -> None:
@@ -215,7 +215,7 @@ def check_best_candidate(
     assert index.dtype == torch.int64
     # A near tie may fall either way, by the rounding of logarithms; with few random rows there is none.
     assert torch.equal(index, expected_index)
-    torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=4e-6)
     if greedy:
         assert torch.equal(value, expected_value)
 

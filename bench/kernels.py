@@ -1,0 +1,346 @@
+"""Every GPU kernel against its floor, its plain definition and, for attention, FlashAttention 3 where it is installed.
+
+    python bench/kernels.py [--only decode prefill ...] [--tune] [--out bench/out]
+
+Prints a table and writes kernels.json and kernels.png. Times are medians of CUDA-graph replays over inputs that take
+turns and together exceed the L2 cache. Floor: bytes that must move over --bandwidth, or operations over --tflops,
+whichever is longer; both rates are measured here too, so that you can pass your GPU's.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanollm.kernels.decode_attention import _decode_attention_triton, decode_attention
+from nanollm.kernels.embedding import embedding, embedding_reference
+from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
+from nanollm.kernels.qkv_to_cache import qkv_to_cache
+from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanollm.kernels.sampling import best_candidate
+from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
+
+ROTATE_BYTES = 256 * 2**20  # inputs that take turns, together: four times an H200's L2 cache
+Call = Callable[[int], Any]  # one launch on the i-th inputs
+
+
+@dataclass
+class Case:
+    """One kernel on one shape. calls: by label, what to time; the first is ours."""
+
+    name: str
+    num_bytes: float
+    num_operations: float
+    copies: int
+    calls: dict[str, Call]
+    microseconds: dict[str, float] = field(default_factory=dict)
+
+    def floor(self, bandwidth: float, tflops: float) -> float:
+        """Microseconds."""
+        return max(self.num_bytes / bandwidth / 1e6, self.num_operations / tflops / 1e6)
+
+
+def time_call(call: Call, copies: int) -> float:
+    """Median microseconds of one launch."""
+    for i in range(copies):
+        call(i)
+    torch.cuda.synchronize()
+    launches = max(copies, 20 // copies * copies)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            call(i % copies)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    times: list[float] = []
+    graph.replay()
+    while len(times) < 5 or (sum(times) < 20_000 and len(times) < 50):
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]) * 1000)
+    return statistics.median(times) / launches
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def copies_of(num_bytes: float) -> int:
+    return min(max(2, math.ceil(ROTATE_BYTES / num_bytes)), 64)
+
+
+@dataclass
+class Attention:
+    """Inputs of an attention case: rows of (query length, context length) over a shuffled cache."""
+
+    rows: list[tuple[int, int]]
+    group: int
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        contexts = [context for _, context in self.rows]
+        self.num_bytes = sum(contexts) * 2 * self.num_kv_heads * self.head_dim * 2
+        self.copies = copies_of(self.num_bytes)
+        counts = [-(-context // self.block_size) for context in contexts]
+        shape = (2, sum(counts), self.block_size, self.num_kv_heads, self.head_dim)
+        self.caches = [randn(*shape) for _ in range(self.copies)]
+        table = torch.zeros(len(contexts), max(counts), dtype=torch.int32)
+        order = torch.randperm(sum(counts), dtype=torch.int32)
+        for row, blocks in enumerate(order.split(counts)):
+            table[row, : len(blocks)] = blocks
+        self.table = table.cuda()
+        queries = torch.tensor([0] + [query for query, _ in self.rows], dtype=torch.int32)
+        self.starts = queries.cumsum(0, dtype=torch.int32).cuda()
+        self.contexts = torch.tensor(contexts, dtype=torch.int32).cuda()
+        self.q = randn(int(queries.sum()), self.num_kv_heads * self.group, self.head_dim)
+        self.out = torch.empty_like(self.q)
+        visible = sum(query * context - query * (query - 1) // 2 for query, context in self.rows)
+        self.num_operations = 4 * self.head_dim * self.num_kv_heads * self.group * visible
+
+    def decode(self, **options: Any) -> Call:
+        if not options:
+            return lambda i: decode_attention(self.q, *self.caches[i], self.table, self.contexts, out=self.out)
+        return lambda i: _decode_attention_triton(
+            self.out, self.q, *self.caches[i], self.table, self.contexts, **options
+        )
+
+    def prefill(self, **options: Any) -> Call:
+        arguments = (self.table, self.starts, self.contexts)
+        if not options:
+            return lambda i: prefill_attention(self.q, *self.caches[i], *arguments, out=self.out)
+        return lambda i: _prefill_attention_triton(self.out, self.q, *self.caches[i], *arguments, **options)
+
+    def flash(self) -> Call | None:
+        """FlashAttention 3 on the same cache, or None."""
+        try:
+            from flash_attn_interface import flash_attn_with_kvcache
+        except ImportError:
+            return None
+        longest = max(query for query, _ in self.rows)
+        decode = longest == 1
+        q = self.q[:, None] if decode else self.q
+        varlen = {} if decode else {"cu_seqlens_q": self.starts, "max_seqlen_q": longest}
+        return lambda i: flash_attn_with_kvcache(
+            q, *self.caches[i], cache_seqlens=self.contexts, page_table=self.table, causal=True, **varlen
+        )
+
+    def case(self, name: str, calls: dict[str, Call]) -> Case:
+        if (flash := self.flash()) is not None:
+            calls["flash"] = flash
+        return Case(name, self.num_bytes, self.num_operations, self.copies, calls)
+
+
+def uneven(num_rows: int, low: int, high: int) -> list[tuple[int, int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(1, n) for n in torch.randint(low, high, (num_rows,), generator=generator).tolist()]
+
+
+DECODES: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "decode 256 x ~800 group 2": (uneven(256, 600, 1000), 2),
+    "decode 128 x 1024 group 4": ([(1, 1024)] * 128, 4),
+    "decode 32 x 4096 group 4": ([(1, 4096)] * 32, 4),
+    "decode 8 x 1024 group 4": ([(1, 1024)] * 8, 4),
+    "decode 1 x 512 group 2": ([(1, 512)], 2),
+    "decode 256 x 100-2048 group 4": (uneven(256, 100, 2048), 4),
+}
+PREFILLS: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "prefill 1 x 8192 group 4": ([(8192, 8192)], 4),
+    "prefill 8 x 2048 group 4": ([(2048, 2048)] * 8, 4),
+    "prefill 1 x 512 group 2": ([(512, 512)], 2),
+    "prefill 2048 after 14336 group 4": ([(2048, 16384)], 4),
+}
+
+
+def decode_cases() -> Iterator[Case]:
+    for name, (rows, group) in DECODES.items():
+        inputs = Attention(rows, group)
+        yield inputs.case(name, {"nanollm": inputs.decode()})
+
+
+def prefill_cases() -> Iterator[Case]:
+    for name, (rows, group) in PREFILLS.items():
+        inputs = Attention(rows, group)
+        yield inputs.case(name, {"nanollm": inputs.prefill()})
+
+
+def norm_cases() -> Iterator[Case]:
+    for tokens, size in [(1, 4096), (256, 4096), (8192, 4096), (8192, 1024)]:
+        num_bytes = 2 * tokens * size * 2
+        copies = copies_of(num_bytes)
+        xs, residual, weight = [randn(tokens, size) for _ in range(copies)], randn(tokens, size), randn(size)
+        plain: dict[str, Call] = {
+            "nanollm": lambda i, xs=xs, w=weight: rms_norm(xs[i], w, 1e-6),
+            "torch": lambda i, xs=xs, w=weight: rms_norm_reference(xs[i], w, 1e-6),
+        }
+        yield Case(f"rms_norm {tokens} x {size}", num_bytes, 0, copies, plain)
+        adding: dict[str, Call] = {
+            "nanollm": lambda i, xs=xs, r=residual, w=weight: add_rms_norm(xs[i], r, w, 1e-6),
+            "torch": lambda i, xs=xs, r=residual, w=weight: add_rms_norm_reference(xs[i], r, w, 1e-6),
+        }
+        yield Case(f"add_rms_norm {tokens} x {size}", 2 * num_bytes, 0, copies, adding)
+
+
+def qkv_cases() -> Iterator[Case]:
+    norm, rope = randn(128), torch.randn(1024, 128, device="cuda")
+    for tokens, heads in [(1, 16), (256, 32), (8192, 32)]:
+        num_bytes = 2 * tokens * (heads + 16) * 128 * 2
+        copies = copies_of(num_bytes)
+        inputs = [randn(tokens, (heads + 16) * 128) for _ in range(copies)]
+        cache = randn(2, tokens // 16 + 1, 16, 8, 128)
+        slots = torch.randperm(tokens, device="cuda")
+        positions = torch.randint(0, 1024, (tokens,), device="cuda")
+        arguments = (norm, norm, 1e-6, rope, positions, slots, *cache)
+        calls: dict[str, Call] = {"nanollm": lambda i, x=inputs, a=arguments: qkv_to_cache(x[i], *a)}
+        yield Case(f"qkv_to_cache {tokens} x {heads} heads", num_bytes, 0, copies, calls)
+
+
+def elementwise_cases() -> Iterator[Case]:
+    for tokens, size in [(1, 3072), (256, 12288), (8192, 12288)]:
+        num_bytes = 3 * tokens * size * 2
+        copies = copies_of(num_bytes)
+        inputs = [randn(tokens, 2 * size) for _ in range(copies)]
+        yield Case(
+            f"silu_mul {tokens} x {size}", num_bytes, 0, copies,
+            {"nanollm": lambda i, x=inputs: silu_mul(x[i]), "torch": lambda i, x=inputs: silu_mul_reference(x[i])},
+        )  # fmt: skip
+    weight = randn(151936, 1024)
+    for tokens in (1, 256, 8192):
+        ids = torch.randint(0, 151936, (8, tokens), device="cuda")
+        yield Case(
+            f"embedding {tokens} x 1024", 2 * tokens * 1024 * 2, 0, 8,
+            {
+                "nanollm": lambda i, ids=ids: embedding(ids[i], weight, 0, 151936),
+                "torch": lambda i, ids=ids: embedding_reference(ids[i], weight, 0, 151936),
+            },
+        )  # fmt: skip
+
+
+def sampling_cases() -> Iterator[Case]:
+    for rows, temperature in [(1, 0.6), (32, 0.6), (256, 0.6), (256, 0.0)]:
+        num_bytes = rows * 151936 * 2
+        copies = copies_of(num_bytes)
+        logits = [randn(rows, 151936) for _ in range(copies)]
+        numbers = torch.arange(rows, device="cuda")
+        temperatures = torch.full((rows,), temperature, device="cuda")
+        calls: dict[str, Call] = {
+            "nanollm": lambda i, x=logits, t=temperatures, n=numbers: best_candidate(x[i], t, n, n, n)
+        }
+        if not temperature:
+            calls["torch"] = lambda i, x=logits: x[i].argmax(-1)
+        yield Case(f"best_candidate {rows} rows, temperature {temperature}", num_bytes, 0, len(logits), calls)
+
+
+def tuning_cases() -> Iterator[Case]:
+    """Variants of the attention launches, each as a label."""
+    for name, (rows, group) in DECODES.items():
+        for block_size in (16, 64):
+            inputs = Attention(rows, group, block_size=block_size)
+            many = len(rows) > 8
+            variants = itertools.product(
+                (1, 4) if many else (4, 8, 16),
+                (256,) if many else (64, 256),
+                [(64, 3, 4), (64, 4, 4), (32, 4, 4), *([(128, 3, 4), (128, 3, 8), (32, 5, 2)] if many else [])],
+            )
+            calls = {
+                f"s{num_splits} m{min_split} t{tile} p{stages} w{warps}": inputs.decode(
+                    num_splits=num_splits, min_split=min_split, tile=tile, stages=stages, num_warps=warps
+                )
+                for num_splits, min_split, (tile, stages, warps) in variants
+                if block_size == 16 or (tile, stages) == (64, 3)
+            }
+            yield inputs.case(f"{name} block {block_size}", calls)
+    for name, (rows, group) in PREFILLS.items():
+        for block_size in (16, 128):
+            inputs = Attention(rows, group, block_size=block_size)
+            tiles = [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)]
+            calls = {" ".join(map(str, tile)): inputs.prefill(tiles=tile) for tile in tiles}
+            if block_size == 128:
+                calls |= {
+                    " ".join(map(str, (*tile, "engine"))): inputs.prefill(tiles=tile, by_copy_engine=True)
+                    for tile in [*tiles, (128, 128, 8, 3)]
+                }
+            yield inputs.case(f"{name} block {block_size}", calls)
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "decode": decode_cases,
+    "prefill": prefill_cases,
+    "norm": norm_cases,
+    "qkv": qkv_cases,
+    "elementwise": elementwise_cases,
+    "sampling": sampling_cases,
+}
+
+
+def measure_gpu() -> tuple[float, float]:
+    """TB/s of a large copy, reads and writes counted, and TFLOP/s of a large bf16 matmul."""
+    source, target = (torch.empty(2**30, dtype=torch.int32, device="cuda") for _ in range(2))
+    bandwidth = 2 * source.nbytes / time_call(lambda i: target.copy_(source), 1) / 1e6
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    return bandwidth, 2 * 8192**3 / time_call(lambda i: a @ b, 1) / 1e6
+
+
+def draw(cases: list[Case], floors: list[float], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.3 * len(cases)))
+    achieved = [floor / case.microseconds["nanollm"] for case, floor in zip(cases, floors, strict=True)]
+    axes.barh([case.name for case in cases][::-1], achieved[::-1])
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("floor / time")
+    figure.savefig(path, bbox_inches="tight", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tune", action="store_true", help="time variants of the attention launches instead")
+    parser.add_argument("--bandwidth", type=float, default=4.15, help="TB/s (default: an H200's, measured)")
+    parser.add_argument("--tflops", type=float, default=790, help="bf16 TFLOP/s (default: an H200's, measured)")
+    parser.add_argument("--out", type=Path, default=Path("bench/out"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    bandwidth, tflops = measure_gpu()
+    print(f"{torch.cuda.get_device_name()}: copy {bandwidth:.2f} TB/s, matmul {tflops:.0f} TFLOP/s")
+    cases, floors = [], []
+    for case in tuning_cases() if args.tune else (case for name in args.only for case in CASES[name]()):
+        floor = case.floor(args.bandwidth, args.tflops)
+        for label, call in case.calls.items():
+            try:
+                case.microseconds[label] = time_call(call, case.copies)
+            except Exception as error:  # a variant that doesn't fit this GPU must not end the run
+                torch.cuda.synchronize()
+                print(f"{case.name}: {label}: {type(error).__name__} {str(error)[:80]}")
+        ranked = sorted(case.microseconds.items(), key=lambda item: item[1]) if args.tune else case.microseconds.items()
+        times = "  ".join(f"{label} {us:.1f}" for label, us in list(ranked)[: 7 if args.tune else None])
+        best = min(case.microseconds.values()) if args.tune else case.microseconds.get("nanollm", math.nan)
+        print(f"{case.name:36} floor {floor:7.1f} us  {floor / best:5.0%}  {times}", flush=True)
+        cases.append(case)
+        floors.append(floor)
+        case.calls = {}
+        torch.cuda.empty_cache()
+    records = [asdict(case) | {"floor": floor} for case, floor in zip(cases, floors, strict=True)]
+    name = "tune_kernels" if args.tune else "kernels"
+    report = {"gpu": torch.cuda.get_device_name(), "copy_tb_s": bandwidth, "matmul_tflop_s": tflops, "cases": records}
+    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1))
+    if not args.tune:
+        draw(cases, floors, args.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

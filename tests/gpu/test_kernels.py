@@ -1,0 +1,215 @@
+"""The Triton kernels compiled, on a GPU, against float64: the shapes of models and the edges between tiles."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.kernels import checks
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from nanollm.kernels.attention import paged_attention
+from nanollm.kernels.decode_attention import decode_attention, decode_attention_reference
+from nanollm.kernels.embedding import embedding, embedding_reference
+from nanollm.kernels.prefill_attention import prefill_attention
+from nanollm.kernels.qkv_to_cache import qkv_to_cache
+from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanollm.kernels.sampling import best_candidate
+from nanollm.kernels.silu_mul import silu_mul
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+SHAPES = pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "dtype"),
+    [
+        *itertools.product([1], [64], [16], [torch.bfloat16, torch.float16, torch.float32]),
+        *itertools.product([8], [256], [16], [torch.bfloat16, torch.float16, torch.float32]),
+        *[(*shape, torch.bfloat16) for shape in [(2, 128, 16), (3, 80, 32), (4, 128, 1), (4, 128, 64), (7, 96, 4)]],
+        (5, 128, 256, torch.float16),
+    ],
+)
+EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 1000, 2049]
+
+
+@SHAPES
+def test_decode_attention(group: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    checks.check_decode_attention(
+        EDGES, group=group, num_kv_heads=2, head_dim=head_dim, block_size=block_size, device="cuda", dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("tile", "stages", "num_warps"), [(32, 3, 2), (64, 2, 4), (64, 4, 4), (128, 3, 8)])
+def test_decode_attention_in_every_launch_form(num_splits: int, tile: int, stages: int, num_warps: int) -> None:
+    checks.check_decode_attention(
+        [*EDGES, 32768], group=4, num_kv_heads=8, head_dim=128, block_size=16, device="cuda", dtype=torch.bfloat16,
+        num_splits=num_splits, tile=tile, stages=stages, num_warps=num_warps,
+    )  # fmt: skip
+
+
+@SHAPES
+def test_prefill_attention(group: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    rows = [(1, 1), (1, 700), (17, 17), (128, 128), (0, 0), (129, 129), (5, 37), (127, 640), (300, 300), (1, 129)]
+    checks.check_prefill_attention(
+        rows, group=group, num_kv_heads=2, head_dim=head_dim, block_size=block_size, device="cuda", dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("tiles", [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3)])
+@pytest.mark.parametrize("by_copy_engine", [False, True])
+def test_prefill_attention_in_every_launch_form(tiles: tuple[int, int, int, int], by_copy_engine: bool) -> None:
+    if by_copy_engine and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a bulk tensor copy engine")
+    checks.check_prefill_attention(
+        [(1, 1), (33, 4096), (1000, 1000), (64, 32768), (2, 3)], group=4, num_kv_heads=8, head_dim=128,
+        block_size=128, device="cuda", dtype=torch.bfloat16, tiles=tiles, by_copy_engine=by_copy_engine,
+    )  # fmt: skip
+
+
+def test_attention_reaches_beyond_two_to_the_31_elements() -> None:
+    num_blocks, context = 2**31 // (16 * 8 * 128) + 8, 40
+    if torch.cuda.mem_get_info()[0] < 10 * 2**30:
+        pytest.skip("needs 10 GiB")
+    caches = torch.zeros(2, num_blocks, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    q = checks.randn(context, 16, 128, device="cuda", dtype=torch.bfloat16)
+    qkv = checks.randn(context, 32 * 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.tensor([[num_blocks - 1, num_blocks - 2, num_blocks - 3]], dtype=torch.int32, device="cuda")
+    tokens = torch.arange(context, device="cuda")
+    slots = table[0, tokens // 16] * 16 + tokens % 16
+    rope = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=-1).cuda()
+    qkv_to_cache(qkv, None, None, 1e-6, rope, tokens * 0, slots, *caches)
+    k, v = qkv.view(context, 32, 128)[:, 16:].split(8, dim=1)
+    assert torch.equal(caches[0].flatten(0, 1)[slots], k)
+    assert torch.equal(caches[1].flatten(0, 1)[slots], v)
+    expected = checks.attention_oracle(q, *caches, table[0], context)
+    starts, lens = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([0, context], [context]))
+    checks.assert_close(prefill_attention(q, *caches, table, starts, lens), expected, 5e-3)
+    checks.assert_close(decode_attention(q[-1:], *caches, table, lens), expected[-1:], 5e-3)
+
+
+def test_mixed_step_is_its_rows_one_by_one() -> None:
+    queries, contexts = [1, 1, 1, 30, 100], [5, 700, 33, 30, 420]
+    torch.manual_seed(0)
+    k_cache, v_cache, tables = checks.paged_cache(contexts, 16, 2, 128, "cuda", torch.bfloat16)
+    q = checks.randn(sum(queries), 8, 128, device="cuda", dtype=torch.bfloat16)
+    out = paged_attention(q, k_cache, v_cache, tables, queries, contexts)
+    rows = zip(out.split(queries), q.split(queries), tables, contexts, strict=True)
+    for out_row, q_row, table, context in rows:
+        checks.assert_close(out_row, checks.attention_oracle(q_row, k_cache, v_cache, table, context), 5e-3)
+
+
+def test_captured_decode_attention_serves_other_contexts() -> None:
+    k_cache, v_cache, tables = checks.paged_cache([3000] * 8, 16, 8, 128, "cuda", torch.bfloat16)
+    q = checks.randn(8, 16, 128, device="cuda", dtype=torch.bfloat16)
+    lens = torch.full((8,), 7, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q)
+    decode_attention(q, k_cache, v_cache, tables, lens, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_attention(q, k_cache, v_cache, tables, lens, out=out)
+    for contexts in ([1, 3000, 0, 64, 65, 257, 1024, 2999], [0] * 8, [2048] * 8):
+        lens.copy_(torch.tensor(contexts))
+        graph.replay()
+        eager = decode_attention(q, k_cache, v_cache, tables, lens)
+        assert torch.equal(out, eager)
+        expected = decode_attention_reference(q.double(), k_cache.nan_to_num().double(), v_cache.nan_to_num().double(),
+                                              tables, lens)  # fmt: skip
+        checks.assert_close(out, expected, 5e-3)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    k_cache, v_cache, tables = checks.paged_cache([900] * 8, 16, 8, 128, "cuda", torch.bfloat16)
+    q = checks.randn(8, 16, 128, device="cuda", dtype=torch.bfloat16)
+    outs = []
+    for others in (1, 900):
+        lens = torch.tensor([900] + [others] * 7, dtype=torch.int32, device="cuda")
+        outs.append(decode_attention(q, k_cache, v_cache, tables, lens)[0])
+    assert torch.equal(*outs)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (2, 5, 128), (300, 1024), (17, 5120), (2, 8192)], ids=str)
+@pytest.mark.parametrize("add", [False, True])
+def test_rms_norm(shape: tuple[int, ...], add: bool, dtype: torch.dtype) -> None:
+    checks.check_rms_norm(shape, add=add, device="cuda", dtype=dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (3, 1023), (300, 3072), (2, 25600)])
+def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    checks.check_silu_mul(num_tokens, size, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (9, 80), (500, 5120)])
+def test_embedding(num_tokens: int, size: int) -> None:
+    checks.check_embedding(num_tokens, size, device="cuda", dtype=torch.bfloat16)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "qk_norm"),
+    [(16, 8, 128, True), (9, 3, 64, False), (5, 1, 80, True), (3, 3, 96, False), (2, 1, 256, True), (64, 8, 128, True)],
+)
+def test_qkv_to_cache(num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype) -> None:
+    slots = [5, -1, 16, 33, 0, *range(100, 300), -1]
+    checks.check_qkv_to_cache(
+        slots, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, qk_norm=qk_norm,
+        device="cuda", dtype=dtype,
+    )  # fmt: skip
+
+
+def test_noise_is_the_definitions() -> None:
+    checks.check_noise(device="cuda")
+
+
+@DTYPES
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("num_rows", "size", "first_id"), [(1, 1, 0), (6, 300, 0), (16, 151936, 0), (3, 50000, 1000)])
+def test_best_candidate(num_rows: int, size: int, first_id: int, greedy: bool, dtype: torch.dtype) -> None:
+    checks.check_best_candidate(num_rows, size, first_id=first_id, greedy=greedy, device="cuda", dtype=dtype)
+
+
+def test_ties() -> None:
+    checks.check_ties(device="cuda")
+
+
+def test_public_functions_run_the_kernels_and_can_be_captured() -> None:
+    x, weight = (checks.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in [(5, 256), (256,)])
+    ids = torch.arange(5, device="cuda")
+    calls: list[Callable[[], object]] = [
+        lambda: rms_norm(x, weight, 1e-6),
+        lambda: add_rms_norm(x, x, weight, 1e-6),
+        lambda: silu_mul(x),
+        lambda: embedding(ids, x, 2, 3),
+        lambda: best_candidate(x, ids.float(), ids, ids, ids),
+    ]
+    for call in calls:
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        graph.replay()
+    assert torch.equal(embedding(ids, x, 2, 3), embedding_reference(ids, x, 2, 3))
+
+
+def test_kernels_that_follow_each_other_see_what_the_one_before_wrote() -> None:
+    """Where kernels overlap (Hopper), each must wait for all before it."""
+    x = checks.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.full((4096,), 1.01, device="cuda", dtype=torch.bfloat16)
+
+    def chain() -> torch.Tensor:
+        residual = y = x
+        for _ in range(100):
+            y, residual = add_rms_norm(y, residual, weight, 1e-6)
+        return y
+
+    results = []
+    for _ in range(10):
+        results.append(chain())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in itertools.pairwise([*results, captured]))
