@@ -68,7 +68,6 @@ def _load_gguf(path: Path) -> "PreTrainedTokenizerBase":
     transformers 5.24 takes seconds for either, and tokenizes byte-level ones wrong: it doesn't split SmolLM's digits,
     nor bring Qwen's text to NFC.
     """
-    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     from nanollm.models.gguf import GGUFFile
@@ -77,19 +76,20 @@ def _load_gguf(path: Path) -> "PreTrainedTokenizerBase":
     tokenizer: PreTrainedTokenizerBase
     prefix = "tokenizer.ggml."
     metadata = GGUFFile(path).metadata
+    tokens = metadata[prefix + "tokens"]
+    bos_id = metadata.get(prefix + "bos_token_id")
     if metadata[prefix + "model"] != "gpt2":
         tokenizer = tokenizer_class.from_pretrained(str(path.parent), gguf_file=path.name)
+        if bos_id is not None and metadata.get(prefix + "add_bos_token", True):
+            _start_with(tokenizer.backend_tokenizer, tokens[bos_id], bos_id)
         return tokenizer
-    tokens = metadata[prefix + "tokens"]
     types = metadata.get(prefix + "token_type", [1] * len(tokens))
     pre = metadata.get(prefix + "pre", "default")
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     ids = {name: metadata.get(f"{prefix}{key}_token_id") for name, key in names.items()}
     bpe = _byte_level_bpe(tokens, types, metadata[prefix + "merges"], pre)
-    bos_id = ids["bos_token"]
     if bos_id is not None and metadata.get(prefix + "add_bos_token", _PRE_TOKENIZERS[pre] is _LLAMA3_SPLIT):
-        bos = (tokens[bos_id], bos_id)
-        bpe.post_processor = processors.TemplateProcessing(single=[bos[0], "$A"], special_tokens=[bos])
+        _start_with(bpe, tokens[bos_id], bos_id)
     tokenizer = tokenizer_class(
         tokenizer_object=bpe,
         clean_up_tokenization_spaces=False,
@@ -97,6 +97,12 @@ def _load_gguf(path: Path) -> "PreTrainedTokenizerBase":
     )
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     return tokenizer
+
+
+def _start_with(tokenizer: "Tokenizer", token: str, token_id: int) -> None:
+    from tokenizers import processors
+
+    tokenizer.post_processor = processors.TemplateProcessing(single=[token, "$A"], special_tokens=[(token, token_id)])
 
 
 def _byte_level_bpe(tokens: list[str], types: list[int], merges: list[str], pre: str) -> "Tokenizer":
