@@ -1,0 +1,39 @@
+"""Workload W: 256 requests at once, prompts and outputs of 100 to 1024 tokens, always the same ones."""
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """prompts: token ids of each request; output_lens: how many tokens it generates, whatever they are."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @staticmethod
+    def make(num_prompts: int = 256, max_len: int = 1024, vocab_size: int = 10_001) -> "Workload":
+        """max_len cuts prompts and outputs, for small machines; a vocabulary below 10,001 tokens folds the ids."""
+        draw = random.Random(0)
+        prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))] for _ in range(num_prompts)]
+        output_lens = [draw.randint(100, 1024) for _ in range(num_prompts)]
+        return Workload(
+            [[token_id % vocab_size for token_id in prompt[:max_len]] for prompt in prompts],
+            [min(output_len, max_len) for output_len in output_lens],
+        )
+
+    def shifted(self, vocab_size: int) -> "Workload":
+        """The same lengths and other tokens: each id is one more, so that no cached prefix fits."""
+        return Workload([[(t + 1) % vocab_size for t in prompt] for prompt in self.prompts], self.output_lens)
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prompt_lens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens)
