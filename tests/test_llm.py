@@ -222,9 +222,7 @@ def test_several_threads_share_one_engine(tiny: Any, llm: LLM) -> None:
 def test_two_streams_of_one_thread_interleave(tiny: Any, llm: LLM) -> None:
     a, b = random_prompt(9), random_prompt(21)
     last: list[Any] = [None, None]
-    for last[0], last[1] in zip(
-        llm.generate_stream([a], GREEDY), llm.generate_stream([b], GREEDY), strict=True
-    ):
+    for last[0], last[1] in zip(llm.generate_stream([a], GREEDY), llm.generate_stream([b], GREEDY), strict=True):
         pass
     assert [o.outputs[0].token_ids for o in last] == [tiny("qwen3").greedy(a, 8), tiny("qwen3").greedy(b, 8)]
 

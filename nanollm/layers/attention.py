@@ -49,7 +49,13 @@ class Attention(nn.Module):
             self.v_cache,
         )
         out_TNH = paged_attention(
-            q_TNH, self.k_cache, self.v_cache, batch.block_tables_BM, batch.query_lens, batch.context_lens
+            q_TNH,
+            self.k_cache,
+            self.v_cache,
+            batch.block_tables_BM,
+            batch.query_starts_B1,
+            batch.context_lens_B,
+            batch.num_decodes,
         )
         return self.o_proj(out_TNH.flatten(1), residual_TD)
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from nanollm.distributed.partition import vocab_shard_size
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.embedding import embedding
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.weights import TensorPart
 
@@ -33,12 +34,7 @@ class VocabParallelEmbedding(_VocabParallel):
     """Token ids to vectors. One rank holds each token's row, the others add zero: the sum is left pending."""
 
     def forward(self, token_ids_T: Tensor) -> Hidden:
-        if self.tp.size == 1:
-            return Hidden(None, F.embedding(token_ids_T, self.weight))
-        local_T = token_ids_T - self.start
-        mine_T = (local_T >= 0) & (local_T < self.num_rows)
-        x_TD = F.embedding(torch.where(mine_T, local_T, 0), self.weight)
-        return Hidden(None, x_TD.masked_fill(~mine_T[:, None], 0))
+        return Hidden(None, embedding(token_ids_T, self.weight, self.start, self.num_rows))
 
 
 class ParallelLMHead(_VocabParallel):

@@ -64,7 +64,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     def forward(self, batch: StepBatch) -> Tensor:
         hidden = self.model(batch, self.rope_PH)
-        return self.lm_head(hidden.rows(batch.logit_rows_L))
+        return self.lm_head(hidden if batch.logit_rows_L is None else hidden.rows(batch.logit_rows_L))
 
     def tensor_parts(self) -> list[TensorPart]:
         """What to load: every part of every parameter of this rank."""

@@ -30,8 +30,8 @@ class RowState:
         """Take the plan's changes and return the step as device tensors, with the sampled rows (int64 [S])."""
         self._start_rows(plan)
         self._append_blocks(plan)
-        starts_B = np.cumsum(plan.num_new_B) - plan.num_new_B
-        within_T = np.arange(plan.num_tokens) - np.repeat(starts_B, plan.num_new_B)
+        starts_B1 = np.concatenate(([0], np.cumsum(plan.num_new_B)))
+        within_T = np.arange(plan.num_tokens) - np.repeat(starts_B1[:-1], plan.num_new_B)
         positions_T = within_T + np.repeat(plan.num_computed_B, plan.num_new_B)
         rows_T = np.repeat(plan.row_ids_B, plan.num_new_B)
         blocks_T = self._block_table_RM[rows_T, positions_T // self._block_size]
@@ -39,21 +39,24 @@ class RowState:
         on_device_T = np.repeat(plan.on_device_B, plan.num_new_B)
         host_T = np.zeros(plan.num_tokens, np.int64)
         host_T[on_device_T == 0] = plan.host_tokens
-        length_of = dict(zip(plan.row_ids_B.tolist(), (plan.num_computed_B + plan.num_new_B).tolist(), strict=True))
+        context_lens_B = plan.num_computed_B + plan.num_new_B
+        length_of = dict(zip(plan.row_ids_B.tolist(), context_lens_B.tolist(), strict=True))
         positions_S = np.array([length_of[row] for row in plan.sampled_rows_S.tolist()], np.int64)
 
         # One host-to-device copy for everything.
-        fields = [host_T, positions_T, slots_T, rows_T, on_device_T]
+        fields = [host_T, positions_T, slots_T, rows_T, on_device_T, starts_B1, context_lens_B]
         fields += [plan.row_ids_B, plan.logit_rows_L, plan.sampled_rows_S, positions_S]
         packed = self._to_device(np.concatenate(fields, dtype=np.int64)).split([len(field) for field in fields])
-        host_t, positions_t, slots_t, rows_t, on_device_t, row_ids_b, logit_rows_l, sampled_s, positions_s = packed
+        host_t, positions_t, slots_t, rows_t, on_device_t, query_starts_b1, context_lens_b = packed[:7]
+        row_ids_b, logit_rows_l, sampled_s, positions_s = packed[7:]
         batch = StepBatch(
             token_ids_T=torch.where(on_device_t.bool(), self.last_token_R[rows_t], host_t),
             positions_T=positions_t,
             slots_T=slots_t,
             block_tables_BM=self.block_table_RM[row_ids_b],
-            query_lens=plan.num_new_B.tolist(),
-            context_lens=(plan.num_computed_B + plan.num_new_B).tolist(),
+            query_starts_B1=query_starts_b1.int(),
+            context_lens_B=context_lens_b.int(),
+            num_decodes=int((np.cumprod(plan.num_new_B == 1)).sum()),
             logit_rows_L=logit_rows_l,
         )
         sampling = SamplingBatch(
