@@ -126,8 +126,7 @@ class Scheduler:
             elif seq.num_computed_tokens < seq.num_tokens:
                 chunked.append(seq)
         for seq in chunked:
-            if seq.row >= 0:
-                self._take_chunk(draft, seq)
+            self._take_chunk(draft, seq)
         while draft.num_tokens < self.token_budget and self._free_rows and (admitted := self._admit()) is not None:
             self._take_chunk(draft, admitted)
         if not draft.sequences:

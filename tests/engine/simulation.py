@@ -33,6 +33,15 @@ def machine_settings(max_examples: int, steps: int) -> settings:
     )
 
 
+# Stand-ins for BlockManager._hash that the engine must be right with; data is the parent's hash and the tokens.
+COLLIDING_HASHES: dict[str, Callable[[bytes], bytes]] = {
+    "all equal": lambda data: b"same",
+    "equal at the same depth": lambda data: bytes([(data[0] + 1) % 256]),
+    "often equal": lambda data: bytes([sum(data) % 3]),
+    "seldom equal": lambda data: bytes([sum(data) % 50]),
+}
+
+
 def kv_of(context: list[int], token_id: int) -> int:
     """The simulated KV of a token. Like a real model's, it depends on all KV before it."""
     return hash((*context, token_id))

@@ -1,5 +1,6 @@
 """Blocks: who gets which, in which order they are reused, and that a shared one always holds what its sharer needs."""
 
+import random
 from array import array
 from typing import Any
 
@@ -11,7 +12,7 @@ from nanollm.engine.block_manager import BlockManager
 from nanollm.engine.sequence import Sequence
 from nanollm.sampling_params import SamplingParams
 from tests.engine.line_count import count_lines
-from tests.engine.simulation import kv_of, machine_settings
+from tests.engine.simulation import COLLIDING_HASHES, kv_of, machine_settings
 
 
 def make_sequence(tokens: list[int] | range, **kwargs: Any) -> Sequence:
@@ -146,6 +147,18 @@ def test_prefixes_whose_hashes_are_all_equal_are_told_apart(monkeypatch: pytest.
     assert num_hits(manager, second, cache_salt="other") == 0
     run(manager, [2] * 9)  # a second block that is like its parent
     assert num_hits(manager, [2] * 9) == num_hits(manager, [2] * 5) == 0
+
+
+def test_a_collision_does_not_lead_into_the_blocks_of_another_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "_hash", lambda self, data: COLLIDING_HASHES["equal at the same depth"](data))
+    ones, twos, threes = [1] * 4, [2] * 4, [3] * 4
+    manager = BlockManager(20, block_size=4)
+    run(manager, [*ones, *threes, *threes, 0])
+    run(manager, [*twos, 0])  # takes the place of the first block
+    assert num_hits(manager, [*twos, *threes, *threes, 0]) == 4
+    run(manager, [*twos, *threes, 0])  # and of the second, which has the same tokens
+    assert num_hits(manager, [*twos, *threes, *threes, 0]) == 8
+    assert num_hits(manager, [*ones, *threes, *threes, 0]) == 0
 
 
 def test_a_block_that_was_reused_is_not_found_under_its_old_prefix() -> None:
@@ -318,15 +331,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 12),
         block_size=st.sampled_from([1, 2, 4]),
         caching=st.sampled_from([True, True, True, False]),
-        equal_hashes=st.sampled_from([False, False, False, True]),
+        collisions=st.sampled_from([None, None, None, *COLLIDING_HASHES]),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool, equal_hashes: bool) -> None:
+    def start(self, num_blocks: int, block_size: int, caching: bool, collisions: str | None) -> None:
         self.manager = BlockManager(num_blocks, block_size, caching)
-        if equal_hashes:
-            self.manager._hash = lambda data: b"same"  # type: ignore[method-assign]
+        if collisions is not None:
+            self.manager._hash = COLLIDING_HASHES[collisions]  # type: ignore[method-assign]
         self.block_size = block_size
         self.caching = caching
-        self.equal_hashes = equal_hashes
+        self.hashes_differ = collisions is None
         self.owners: list[_Owner] = []
         self.parked: list[_Owner] = []  # preempted
         self.free = list(range(num_blocks))
@@ -336,9 +349,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.epoch = 0
 
     def key(self, seq: Sequence, num_blocks: int) -> Any:
-        """What the cache should tell prefixes apart by; if hashes are all equal, it has room for one."""
-        if self.equal_hashes:
-            return None
+        """What has one place in the cache: a prefix, or if hashes are made equal, all that share a hash."""
+        if not self.hashes_differ:
+            return seq.block_hashes[num_blocks - 1]
         return seq.cache_salt, tuple(seq.token_ids[: num_blocks * self.block_size])
 
     def uncache(self, block: int) -> None:
@@ -350,7 +363,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         hits = [block.block_id for block in self.manager._match_prefix(seq)]
         assert len(hits) * self.block_size < seq.num_tokens
         assert not hits or (self.caching and not seq.all_logits)
-        if not self.equal_hashes:
+        if self.hashes_differ:
             assert hits == [self.block_of[self.key(seq, i + 1)] for i in range(len(hits))]
         num_new = -(-seq.num_tokens // self.block_size) - len(hits)
         expected = num_new + sum(hit in self.free for hit in hits) + keep_free <= len(self.free)
@@ -452,6 +465,30 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.key_of.clear()
         self.epoch += 1
 
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def many_operations(self, seed: int) -> None:
+        """Gets a cache full and shared more often than hypothesis does one operation at a time."""
+        numbers = random.Random(seed)
+        for _ in range(30):
+            i, operation = numbers.randrange(10), numbers.random()
+            if operation < 0.3 or not self.owners:
+                shared = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1][: numbers.randint(1, 10)]
+                tokens = [*shared, numbers.randrange(2)]
+                self.admit_new(tokens, numbers.choice(["", "", "salt"]), numbers.random() < 0.1, numbers.randrange(2))
+            elif operation < 0.4 and self.parked:
+                self.admit_preempted(keep_free=0)
+            elif operation < 0.6:
+                self.append_token(i, numbers.randrange(2))
+                self.grow(i)
+            elif operation < 0.8:
+                self.compute(i, numbers.randint(1, 14))
+            elif operation < 0.99:
+                self.free_blocks(i, preempt=numbers.random() < 0.4)
+            else:
+                self.reset_prefix_cache()
+            self.free_list_is_in_order()
+            self.every_block_table_leads_to_the_kv_of_its_own_tokens()
+
     def read(self, seq: Sequence, end: int) -> list[Any]:
         """What the sequence's block table leads to, up to position `end`."""
         return [self.slots[seq.block_ids[p // self.block_size]][p % self.block_size] for p in range(end)]
@@ -480,4 +517,4 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = machine_settings(max_examples=150, steps=40)
+TestBlockManagerMachine.settings = machine_settings(max_examples=250, steps=30)
