@@ -160,6 +160,11 @@ class LLM:
         with self._lock:
             return self._engine.get_stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: prompts from now on are computed anew. Requests that run go on."""
+        with self._lock:
+            self._engine.reset_prefix_cache()
+
     def close(self) -> None:
         """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
         with self._lock:

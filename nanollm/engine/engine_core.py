@@ -57,6 +57,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._seeds = random.Random(config.seed)
         self._next_id = 0
+        self._is_torn = False  # an exception, such as Ctrl-C, may have left the state half changed
 
     def make_sequence(
         self,
@@ -89,10 +90,12 @@ class EngineCore:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that make_sequence made."""
+        self._mend()
         self.scheduler.add(seq)
 
     def abort(self, request_id: int) -> bool:
         """End a request, whatever its state, without further output; False if it isn't there (any more)."""
+        self._mend()
         return self.scheduler.abort(request_id)
 
     @property
@@ -104,31 +107,31 @@ class EngineCore:
 
         If a step fails, every request is dropped, the engine is empty and usable again, and the error is raised.
         """
+        self._mend()
+        self._is_torn = True
         try:
-            while len(self._in_flight) < self._depth:
-                try:
-                    step = self.scheduler.schedule(time.monotonic())
-                except OutOfBlocks:
-                    break  # under cache pressure the loop is one step deep
-                if step is None:
-                    break
-                self._in_flight.append(step)
-                self.executor.submit(step.plan)
-            if not self._in_flight:
-                if self.scheduler.has_unfinished:
-                    raise RuntimeError("scheduler found nothing to run for the requests it has")
-                return []
-            result = self.executor.collect()
-            return self.scheduler.update(self._in_flight.popleft(), result, time.monotonic())
+            outputs = self._step()
         except BaseException:
             self.reset()
             raise
+        self._is_torn = False
+        return outputs
 
     def reset(self) -> None:
-        """Drop every request and all cached prefixes, as after a failed step."""
+        """Drop every request and all cached prefixes, as after a failed step.
+
+        If that is interrupted too (Ctrl-C twice), the next call of add, abort or step does it again.
+        """
+        self._is_torn = True
         self._in_flight.clear()
         self.scheduler.reset()
         self.executor.discard()
+        self._is_torn = False
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests go on and keep their blocks."""
+        self._mend()
+        self.scheduler.block_manager.reset_prefix_cache()
 
     def get_stats(self) -> EngineStats:
         """Counts of requests, blocks and tokens, now."""
@@ -144,3 +147,24 @@ class EngineCore:
             num_tokens_in=scheduler.num_tokens_in,
             num_tokens_out=scheduler.num_tokens_out,
         )
+
+    def _step(self) -> list[EngineOutput]:
+        while len(self._in_flight) < self._depth:
+            try:
+                step = self.scheduler.schedule(time.monotonic())
+            except OutOfBlocks:
+                break  # under cache pressure the loop is one step deep
+            if step is None:
+                break
+            self._in_flight.append(step)
+            self.executor.submit(step.plan)
+        if not self._in_flight:
+            if self.scheduler.has_unfinished:
+                raise RuntimeError("scheduler found nothing to run for the requests it has")
+            return []
+        result = self.executor.collect()
+        return self.scheduler.update(self._in_flight.popleft(), result, time.monotonic())
+
+    def _mend(self) -> None:
+        if self._is_torn:
+            self.reset()

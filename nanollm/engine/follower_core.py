@@ -43,6 +43,9 @@ class FollowerCore(EngineCore):
     def get_stats(self) -> EngineStats:
         raise RuntimeError("get_stats works on rank 0 only")
 
+    def reset_prefix_cache(self) -> None:
+        raise RuntimeError("reset_prefix_cache works on rank 0 only")
+
     def _serve(self, until: Kind) -> bytearray:
         try:
             kind, payload = self._follower.serve()
