@@ -1,5 +1,7 @@
 """The plain definitions against oracles that share nothing with them."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,7 +21,10 @@ def test_paged_attention(rows: list[tuple[int, int]]) -> None:
     k_cache, v_cache, tables_BM = paged_cache(contexts, 16, 2, 32, "cpu", torch.float32)
     k_cache, v_cache = k_cache.nan_to_num(0.0), v_cache.nan_to_num(0.0)  # the definition reads whole blocks
     q_TNH = torch.randn(sum(queries), 6, 32)
-    out_TNH = paged_attention(q_TNH, k_cache, v_cache, tables_BM, queries, contexts)
+    starts_B1 = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
+    lens_B = torch.tensor(contexts, dtype=torch.int32)
+    num_decodes = next((i for i, query in enumerate(queries) if query > 1), len(queries))
+    out_TNH = paged_attention(q_TNH, k_cache, v_cache, tables_BM, starts_B1, lens_B, num_decodes)
     for out_QNH, q_QNH, table_M, context in zip(
         out_TNH.split(queries), q_TNH.split(queries), tables_BM, contexts, strict=True
     ):
