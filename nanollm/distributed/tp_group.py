@@ -41,6 +41,11 @@ class TPGroup:
         group._owns_world = owns_world
         return group
 
+    @property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs can record these collectives: they must run on the GPU alone."""
+        return self._group is None or dist.get_backend(self._group) == "nccl"
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, bitwise the same on each; may overwrite x."""
         if self.size > 1:

@@ -16,6 +16,7 @@ from nanollm.layers.sampler import sample
 from nanollm.models.loader import load_weights
 from nanollm.models.registry import MODELS
 from nanollm.models.source import ModelSource
+from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
 from nanollm.runtime.kv_cache import (
     CPU_CACHE_BYTES,
     allocate_kv_cache,
@@ -28,6 +29,7 @@ from nanollm.runtime.step_plan import EMPTY, StepPlan, StepResult
 
 _POLL_SECONDS = 20e-6
 _CHECK_SECONDS = 0.05
+_BYTES_PER_GRAPH = 8 * 2**20
 
 
 @dataclass
@@ -92,10 +94,14 @@ class ModelRunner:
         checkpoint.close()
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
+        self.decode = DecodeSteps(self.model, self.rows, tp, num_rows)
+        self.captured: list[int] = []
+        if device.type == "cuda" and tp.capturable and not config.enforce_eager:
+            self.captured = capture_sizes(num_rows)
         available = CPU_CACHE_BYTES
         if device.type == "cuda":
             self._profile(num_rows, check)
-            available = available_gpu_bytes(config, device)
+            available = available_gpu_bytes(config, device) - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
 
@@ -109,6 +115,9 @@ class ModelRunner:
         self.num_kv_blocks = num_blocks
         cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
         bind_kv_cache(self.model, cache)
+        if self.captured:
+            with torch.inference_mode():
+                self.capture_seconds = self.decode.capture(self.captured)
 
     def _profile(self, num_rows: int, check: Callable[[], None]) -> None:
         """Run the largest step there can be on a small cache, so that memory statistics know its peak."""
@@ -116,7 +125,8 @@ class ModelRunner:
         length = min(config.max_num_batched_tokens, self.max_model_len)
         num_rows = min(max(config.max_num_batched_tokens // length, 1), num_rows)
         num_blocks = -(-length // self.block_size)
-        self.allocate_kv_cache(num_blocks)
+        cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
+        bind_kv_cache(self.model, cache)
         rows, zeros = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)
         logit_rows = np.arange(min(config.max_num_seqs, num_rows * length), dtype=np.int32)
         plan = StepPlan(
@@ -138,16 +148,21 @@ class ModelRunner:
         self.launch(plan).wait(config.step_timeout, check)
 
     @torch.inference_mode()
+    def _graph_bytes(self) -> int:
+        """Memory that the CUDA graphs will take: the largest, whose pool the others share, and a little for each."""
+        if not self.captured:
+            return 0
+        before = torch.cuda.mem_get_info(self.device)[0]
+        self.decode.capture(self.captured[-1:])
+        used = before - torch.cuda.mem_get_info(self.device)[0]
+        self.decode.forget()
+        torch.cuda.empty_cache()
+        return used + len(self.captured) * _BYTES_PER_GRAPH
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingResult:
         """Queue one step on the device: forward, then sample, then the copy of its tokens to the host."""
-        batch, sampling, sampled_rows_S = self.rows.apply(plan)
-        logits_r = self.model(batch)
-        num_sampled = len(sampled_rows_S)
-        ids_S = sample(logits_r[:num_sampled], sampling, self.model.lm_head.start, self.tp)
-        self.rows.last_token_R[sampled_rows_S] = ids_S
-        logits = None
-        if len(plan.logit_rows_L) > num_sampled:
-            logits = self.model.lm_head.gather(logits_r[num_sampled:])
+        ids_S, logits = (self.decode.run(plan), None) if self.decode.takes(plan) else self._mixed_step(plan)
         if self.device.type == "cpu":
             return PendingResult(ids_S, logits, None)
         host_ids_S = _to_host(ids_S)
@@ -155,6 +170,17 @@ class ModelRunner:
         done = torch.cuda.Event()
         done.record()
         return PendingResult(host_ids_S, host_logits, done)
+
+    def _mixed_step(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """A step with prompt chunks, kernel by kernel. Returns (ids int64 [S], float32 logits [L - S, V] if any)."""
+        batch, sampling, sampled_rows_S = self.rows.apply(plan)
+        logits_r = self.model(batch)
+        num_sampled = len(sampled_rows_S)
+        ids_S = sample(logits_r[:num_sampled], sampling, self.model.lm_head.start, self.tp)
+        self.rows.state.last_token_R[sampled_rows_S] = ids_S
+        if len(plan.logit_rows_L) == num_sampled:
+            return ids_S, None
+        return ids_S, self.model.lm_head.gather(logits_r[num_sampled:])
 
 
 def _to_host(x: Tensor) -> Tensor:
