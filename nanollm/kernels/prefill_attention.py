@@ -94,6 +94,8 @@ def _attend_tile(
         slot = block_C * BLOCK_SIZE + first % BLOCK_SIZE
         k_CH = k_cache.load([slot, kv_head * HEAD_DIM])
         v_CH = v_cache.load([slot, kv_head * HEAD_DIM])
+        if MASKED:  # what another row once left beyond `stop` may be NaN, which no weight of 0 takes away
+            v_CH = tl.where((first + token_C < stop)[:, None], v_CH, 0.0)
     else:
         slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
         offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
@@ -190,7 +192,8 @@ def _prefill_attention_kernel(
             q_MH, top_M, total_M, acc_MH, k_cache, v_cache, now_C, first, stop, position_M, kv_head, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, HEAD_TILE, BLOCK_SIZE, TILE_C, BY_COPY_ENGINE, MASKED=False,
         )  # fmt: skip
-    for first in tl.range(unmasked, stop, TILE_C, num_stages=STAGES):
+    MASKED_STAGES: tl.constexpr = STAGES - 1 if BY_COPY_ENGINE else STAGES  # room for V once more, without NaN
+    for first in tl.range(unmasked, stop, TILE_C, num_stages=MASKED_STAGES):
         now_C, block_C = block_C, _blocks(table, first + TILE_C, stop, BLOCK_SIZE, TILE_C)
         top_M, total_M, acc_MH = _attend_tile(
             q_MH, top_M, total_M, acc_MH, k_cache, v_cache, now_C, first, stop, position_M, kv_head, scale_log2,
@@ -201,14 +204,27 @@ def _prefill_attention_kernel(
     tl.store(out, acc_MH.to(out_TNH.dtype.element_ty), mask=inside_MH)
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> tuple[int, int, int, int]:
-    """(queries, tokens, warps, stages) of a program: the largest tiles that fit the shared memory."""
+def copies_tiles(head_dim: int, block_size: int, dtype: torch.dtype, gpu: Gpu) -> bool:
+    """Whether Hopper's bulk copy engine brings the tiles of K and V: it copies boxes, so a block must hold a tile."""
+    boxes = head_dim in (64, 128, 256) and block_size >= 64 and dtype.itemsize == 2
+    return boxes and gpu.capability[0] == 9 and TensorDescriptor is not None
+
+
+def tiles_for(
+    head_dim: int, block_size: int, tokens_per_row: int, dtype: torch.dtype, gpu: Gpu
+) -> tuple[int, int, int, int]:
+    """(queries, tokens, warps, stages) of a program, measured on Hopper, as large as the shared memory lets them be."""
     row_bytes = power_of_2(head_dim) * dtype.itemsize
-    if dtype == torch.float32 and gpu.capability[0] == 9:
-        row_bytes *= 2  # three TF32 products stand for one: Hopper keeps each number as two
-    wide = [(128, 128, 8, 2)] if gpu.capability[0] == 9 else []
-    for queries, tokens, warps, stages in [*wide, (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]:
-        if (queries + 2 * stages * tokens) * row_bytes <= gpu.shared_bytes - 4 * 1024:
+    choices = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
+    if copies_tiles(head_dim, block_size, dtype, gpu):
+        long = block_size >= 128 and tokens_per_row >= 2048
+        choices = [(128, 128, 8, 3), (128, 64, 8, 2)] if long else [(64, 64, 4, 3), (64, 64, 4, 2)]
+    elif gpu.capability[0] == 9:
+        choices = [(128, 128, 8, 2), *choices]
+        if dtype == torch.float32:
+            row_bytes *= 2  # three TF32 products stand for one: Hopper keeps each number as two
+    for queries, tokens, warps, stages in choices:
+        if (queries + 2 * stages * tokens) * row_bytes <= gpu.shared_bytes - 2 * 1024:
             return queries, tokens, warps, stages
     return 16, 16, 2, 2
 
@@ -223,14 +239,19 @@ def _prefill_attention_triton(
     context_lens_B: Tensor,
     *,
     tiles: tuple[int, int, int, int] | None = None,
-    by_copy_engine: bool = False,
+    by_copy_engine: bool | None = None,
 ) -> None:
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     num_rows, group = len(context_lens_B), num_heads // num_kv_heads
     if not num_tokens or not num_rows:
         return
-    queries, tokens, num_warps, stages = tiles or tiles_for(head_dim, k_cache.dtype, gpu(q_TNH.device))
+    found = gpu(q_TNH.device)
+    if tiles is None:
+        tiles = tiles_for(head_dim, block_size, num_tokens // num_rows, k_cache.dtype, found)
+    queries, tokens, num_warps, stages = tiles
+    if by_copy_engine is None:
+        by_copy_engine = copies_tiles(head_dim, block_size, k_cache.dtype, found) and tokens <= block_size
     queries = max(queries, power_of_2(group))
     k, v = k_cache, v_cache
     if by_copy_engine:
@@ -255,7 +276,7 @@ def _prefill_attention_triton(
         BLOCK_SIZE=block_size,
         TILE_M=queries,
         TILE_C=tokens,
-        ROWS=256,
+        ROWS=128,
         STAGES=stages,
         BY_COPY_ENGINE=by_copy_engine,
         num_warps=num_warps,

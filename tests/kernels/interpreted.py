@@ -69,7 +69,7 @@ def test_prefill_attention_by_copy_engine() -> None:
 
 
 def test_prefill_attention_as_it_is_launched_by_default() -> None:
-    rows = [(1, 1)] * 260 + [(100, 130)]  # more rows than one program looks through at a time
+    rows = [(1, 1)] * 130 + [(50, 80)]  # more rows than one program looks through at a time
     checks.check_prefill_attention(rows, group=2, num_kv_heads=1, head_dim=64, block_size=16, **ON_CPU)
 
 
