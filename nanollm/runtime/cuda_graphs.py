@@ -35,10 +35,12 @@ class DecodeSteps:
     """Runs steps of one token a row, the same way with and without CUDA graphs.
 
     The host sends four words a row; everything else is on the device. A step of B rows uses the smallest captured size
-    that holds it, its other rows being padding; sizes that are not captured run kernel by kernel.
+    that holds it, its other rows being padding, whether or not it was captured: so both compute the same.
+
+    sizes: what step sizes are padded to, ascending and with the largest step's; empty for no padding.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, rows: RowState, tp: TPGroup, max_rows: int) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, rows: RowState, tp: TPGroup, max_rows: int, sizes: list[int]) -> None:
         self._model, self._rows, self._tp = model, rows, tp
         device = rows.device
         self._words = torch.zeros(max_rows, NUM_WORDS, dtype=torch.int32, device=device)
@@ -48,7 +50,7 @@ class DecodeSteps:
         self._staging = torch.zeros(_STAGING, max_rows, NUM_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._turn = 0
         self._graphs: dict[int, _Graphs] = {}
-        self._size_for: list[int] = list(range(max_rows + 1))  # rows -> rows with padding
+        self._size_for = [next((s for s in sizes if s >= n), n) for n in range(max_rows + 1)]
         self._pool: Any = None
 
     @staticmethod
@@ -106,8 +108,6 @@ class DecodeSteps:
             # Two graphs that always follow each other, so the logits' memory may serve other sizes too.
             self._graphs[size] = _Graphs(forward, sampling, ids_B)
             del logits_r
-        captured = sorted(self._graphs)
-        self._size_for = [next((s for s in captured if s >= n), n) for n in range(len(self._size_for))]
         torch.cuda.synchronize()
         return time.monotonic() - start
 
@@ -115,7 +115,6 @@ class DecodeSteps:
         """Drop all captured graphs and their memory."""
         self._graphs.clear()
         self._pool = None
-        self._size_for = list(range(len(self._size_for)))
 
     def _forward(self, size: int) -> Tensor:
         inputs = self._inputs

@@ -94,12 +94,12 @@ class ModelRunner:
         checkpoint.close()
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
-        self.decode = DecodeSteps(self.model, self.rows, tp, num_rows)
-        self.captured: list[int] = []
-        if device.type == "cuda" and tp.capturable and not config.enforce_eager:
-            self.captured = capture_sizes(num_rows)
+        sizes = capture_sizes(num_rows) if device.type == "cuda" else []
+        self.decode = DecodeSteps(self.model, self.rows, tp, num_rows, sizes)
+        self.captured = sizes if tp.capturable and not config.enforce_eager else []
         available = CPU_CACHE_BYTES
         if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
             self._profile(num_rows, check)
             available = available_gpu_bytes(config, device) - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)

@@ -59,3 +59,19 @@ def test_cache_size_follows_gpu_memory_utilization() -> None:
     block_bytes = 2 * 2 * 16 * 8 * 128 * 2  # layers, k and v, tokens, heads, head_dim, bfloat16
     gained = (sizes[1] - sizes[0]) * block_bytes / torch.cuda.mem_get_info()[1]
     assert 0.15 < gained < 0.25
+
+
+def test_graphs_equal_eager_and_overlapped_equals_synchronous_exactly() -> None:
+    shape = {"num_hidden_layers": 4, "vocab_size": 32000}
+    prompts = [random_prompt(length, seed=4) for length in (1, 5, 16, 130, 250, 17, 90)]
+    params = [
+        SamplingParams(temperature=t, seed=3, max_tokens=n, ignore_eos=True)
+        for t, n in zip((0, 0.9, 0, 1.2, 0, 0.7, 0), (40, 33, 64, 50, 7, 64, 48), strict=True)
+    ]
+    runs = []
+    for settings in ({}, {"enforce_eager": True}, {"overlap": False}, {"enforce_eager": True, "overlap": False}):
+        with LLM(
+            "qwen3-0.6b", load_format="dummy", hf_overrides=shape, num_kv_blocks=256, max_num_seqs=12, **settings
+        ) as llm:
+            runs.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert runs[1:] == [runs[0]] * 3
