@@ -16,7 +16,9 @@ def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array
     """Return the prompt as int32 values; ValueError names the position, value and range of a bad token id."""
     if not len(token_ids):
         raise ValueError("prompt is empty: give at least one token")
-    for position, token_id in enumerate(token_ids):
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return array("i", token_ids)
+    for position, token_id in enumerate(token_ids):  # find what is wrong, or integers of another type
         if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, Integral)):
             raise ValueError(f"prompt token {position} must be an integer, got {token_id!r}")
         if not 0 <= token_id < vocab_size:

@@ -11,7 +11,7 @@ class StepBatch:
 
     token_ids_T, positions_T: int64. slots_T: int64, where each token's KV goes: block * block_size + offset; -1 is
     nowhere. block_tables_BM: int32. query_starts_B1: int32, where each row's tokens start in T, and T at the end.
-    context_lens_B: int32, tokens of each row up to and with this step's. num_decodes: the first rows, of one token each.
+    context_lens_B: int32, tokens of each row with this step's. num_decodes: the first rows, of one token each.
     logit_rows_L: int64, the flat tokens whose logits are wanted; None is all of them.
     """
 
