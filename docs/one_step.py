@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from nanollm.layers.norm import RMSNorm
 from nanollm.layers.sampler import sample
 from nanollm.layers.step_batch import StepBatch
 from nanollm.models.registry import MODELS
+from nanollm.runtime.cuda_graphs import DecodeSteps
 from nanollm.runtime.kv_cache import allocate_kv_cache
 from nanollm.runtime.rows import RowState
 from nanollm.runtime.step_plan import StepPlan, StepResult
@@ -74,20 +76,42 @@ class Rank:
         torch.set_default_dtype(torch.float32)
         heads = HeadPartition(config.num_heads, config.num_kv_heads, tp=1, rank=0)
         bind_kv_cache(self.model, allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE, config, heads, torch.bfloat16, META))
-        self.rows = new_rows(META)
+        self.steps = Steps(self.model, META)
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> list[Line]:
-        """What ModelRunner.launch does; returns what ran, in the order in which it finished."""
+        """Returns what ran, in the order in which it finished."""
         with traced(self.model) as lines:
-            batch, sampling, sampled_rows_S = self.rows.apply(plan)
-            logits_r = self.model(batch)
-            self.rows.last_token_R[sampled_rows_S] = sample(logits_r, sampling, 0, TPGroup())
+            self.steps.launch(plan, token_id=0)
         return lines
 
 
-def new_rows(device: torch.device) -> RowState:
-    return RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, device)
+class Steps:
+    """What ModelRunner.launch does, with the rows' state on any device."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model = model
+        self.rows = RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, device)
+        self.decode = DecodeSteps(model, self.rows, TPGroup(), NUM_ROWS)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, token_id: int) -> None:
+        """token_id: what row 0 shall have sampled, as weights that aren't there can't say."""
+        if self.decode.takes(plan):
+            self.decode.run(plan)
+        else:
+            batch, sampling, sampled_rows_S = self.rows.apply(plan)
+            self.rows.state.last_token_R[sampled_rows_S] = sample(self.model(batch), sampling, 0, TPGroup())
+        self.rows.state.last_token_R[0] = token_id
+
+
+class Onlooker:
+    """In the model's place: keeps the batch that it is given."""
+
+    lm_head = SimpleNamespace(start=0)
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        self.batch = batch
+        return torch.zeros(1, 1)
 
 
 @contextmanager
@@ -165,11 +189,11 @@ def plan_lines(plan: StepPlan) -> list[object]:
 def batch_lines(batch: StepBatch) -> list[object]:
     lines: list[object] = []
     for field in fields(batch):
-        value, what = getattr(batch, field.name), "list"
+        value, what = getattr(batch, field.name), ""
         if isinstance(value, Tensor):
             what, value = f"{str(value.dtype).removeprefix('torch.')} {shapes(value)}", value.tolist()
         numbers = str(value) if len(str(value)) < 72 else f"{str(value)[:24]} …"
-        lines.append(f"{field.name:<16} {what:<14} {numbers}")
+        lines.append(f"{field.name:<16} {what:<15} {numbers}")
     return lines
 
 
@@ -186,18 +210,20 @@ def make_boxes() -> dict[str, list[object]]:
     prompt = check_token_ids(token_ids, config.vocab_size)
     scheduler.add(Sequence(0, prompt, params, seed=1, max_model_len=MAX_MODEL_LEN))
     processor.add(0, "0", PROMPT, token_ids, params)
-    rank, rows_in_sight = Rank(config), new_rows(torch.device("cpu"))  # the second shows values, not only shapes
+    rank, onlooker = Rank(config), Onlooker()
+    seen = Steps(onlooker, torch.device("cpu"))  # where batches have values, not only shapes
 
     first = scheduler.schedule()
     assert first is not None
-    first_batch, _, _ = rows_in_sight.apply(first.plan)
+    seen.launch(first.plan, answer_id)
+    first_batch = batch_lines(onlooker.batch)
     first_lines = rank.step(first.plan)
     before, layers, after = split_layers(first_lines, config.num_layers)
 
     second = scheduler.schedule()  # before the first step's token is read
     assert second is not None
-    rows_in_sight.last_token_R[0] = answer_id
-    second_batch, _, _ = rows_in_sight.apply(second.plan)
+    seen.launch(second.plan, answer_id)
+    second_batch = batch_lines(onlooker.batch)
     check_claims(first_lines, rank.step(second.plan), layers)
 
     (engine_output,) = scheduler.update(first, StepResult([answer_id]), now=0.0)
@@ -205,12 +231,12 @@ def make_boxes() -> dict[str, list[object]]:
     return {
         "tokens": [f"{token_id:<6} {tokenizer.decode([token_id])!r}" for token_id in token_ids],
         "first plan": plan_lines(first.plan),
-        "first batch": batch_lines(first_batch),
+        "first batch": first_batch,
         "first layer": [*before, *layers[0]],
         "head": [*after[:-1]],
         "sampling": [after[-1]],
         "second plan": plan_lines(second.plan),
-        "second batch": batch_lines(second_batch),
+        "second batch": second_batch,
         "output": [
             f"EngineOutput   new_token_ids={engine_output.new_token_ids}, finish_reason={engine_output.finish_reason}",
             f"RequestOutput  text={request_output.outputs[0].text!r}, finished={request_output.finished}",
