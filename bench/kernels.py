@@ -27,6 +27,7 @@ from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.sampling import best_candidate
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
+from nanollm.kernels.skinny_matmul import _skinny_matmul_triton, skinny_matmul
 
 ROTATE_BYTES = 256 * 2**20  # inputs that take turns, together: four times an H200's L2 cache
 Call = Callable[[int], Any]  # one launch on the i-th inputs
@@ -226,6 +227,62 @@ def elementwise_cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
+# Linear layers of Qwen3-0.6B and Qwen3-8B: (outputs, inputs, norm, gated, residual)
+SKINNY = {
+    "0.6B qkv": (4096, 1024, True, False, False),
+    "0.6B o": (1024, 2048, False, False, True),
+    "0.6B gate_up": (3072, 1024, True, True, False),
+    "0.6B down": (1024, 3072, False, False, True),
+    "8B qkv": (6144, 4096, True, False, False),
+    "8B o": (4096, 4096, False, False, True),
+    "8B gate_up": (12288, 4096, True, True, False),
+    "8B down": (4096, 12288, False, False, True),
+}
+
+
+@dataclass
+class Skinny:
+    """Inputs of a linear layer of a few rows."""
+
+    num_rows: int
+    name: str
+
+    def __post_init__(self) -> None:
+        size_out, size_in, norm, self.gated, residual = SKINNY[self.name]
+        self.num_bytes = size_out * (1 + self.gated) * size_in * 2
+        self.copies = copies_of(self.num_bytes)
+        self.weights = [randn(size_out * (1 + self.gated), size_in) for _ in range(self.copies)]
+        self.x = randn(self.num_rows, size_in)
+        self.norm_weight = randn(size_in) if norm else None
+        self.residual = randn(self.num_rows, size_out) if residual else None
+
+    def ours(self, **options: Any) -> Call:
+        run = _skinny_matmul_triton if options else skinny_matmul
+        return lambda i: run(
+            self.x, self.weights[i], self.norm_weight, 1e-6, self.residual, gated=self.gated, **options
+        )
+
+    def separate(self) -> Call:
+        """cuBLAS, with our kernels before and after it."""
+
+        def call(i: int) -> Tensor:
+            x = self.x if self.norm_weight is None else rms_norm(self.x, self.norm_weight, 1e-6)
+            y = torch.nn.functional.linear(x, self.weights[i])
+            return silu_mul(y) if self.gated else y
+
+        return call
+
+    def case(self, calls: dict[str, Call]) -> Case:
+        return Case(f"matmul {self.num_rows} x {self.name}", self.num_bytes, 0, self.copies, calls)
+
+
+def skinny_cases() -> Iterator[Case]:
+    for name in SKINNY:
+        for num_rows in (1, 8, 16):
+            inputs = Skinny(num_rows, name)
+            yield inputs.case({"nanollm": inputs.ours(), "cublas": inputs.separate()})
+
+
 def sampling_cases() -> Iterator[Case]:
     for rows, temperature in [(1, 0.6), (32, 0.6), (256, 0.6), (256, 0.0)]:
         num_bytes = rows * 151936 * 2
@@ -242,35 +299,43 @@ def sampling_cases() -> Iterator[Case]:
 
 
 def tuning_cases() -> Iterator[Case]:
-    """Variants of the attention launches, each as a label."""
+    """Variants of the launches, each as a label."""
     for name, (rows, group) in DECODES.items():
-        for block_size in (16, 64):
-            inputs = Attention(rows, group, block_size=block_size)
-            many = len(rows) > 8
-            variants = itertools.product(
-                (1, 4) if many else (4, 8, 16),
-                (256,) if many else (64, 256),
-                [(64, 3, 4), (64, 4, 4), (32, 4, 4), *([(128, 3, 4), (128, 3, 8), (32, 5, 2)] if many else [])],
+        inputs = Attention(rows, group)
+        pairs = len(rows) * inputs.num_kv_heads
+        variants = itertools.product(
+            [(1, 1024)] if pairs > 512 else [(1, 1024), (4, 1024)] if pairs > 128 else [(4, 128), (4, 256), (8, 128)],
+            [(4, 3), (4, 4), (2, 3), (2, 4), (2, 5), (8, 3)],
+        )
+        calls = {
+            f"s{num_splits} m{min_split} w{warps} p{stages}": inputs.decode(
+                num_splits=num_splits, min_split=min_split, stages=stages, num_warps=warps
             )
-            calls = {
-                f"s{num_splits} m{min_split} t{tile} p{stages} w{warps}": inputs.decode(
-                    num_splits=num_splits, min_split=min_split, tile=tile, stages=stages, num_warps=warps
-                )
-                for num_splits, min_split, (tile, stages, warps) in variants
-                if block_size == 16 or (tile, stages) == (64, 3)
-            }
-            yield inputs.case(f"{name} block {block_size}", calls)
+            for (num_splits, min_split), (warps, stages) in variants
+        }
+        calls["default"] = inputs.decode()
+        yield inputs.case(name, calls)
     for name, (rows, group) in PREFILLS.items():
-        for block_size in (16, 128):
+        for block_size in (16, 64, 128):
             inputs = Attention(rows, group, block_size=block_size)
-            tiles = [(128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3)]
-            calls = {" ".join(map(str, tile)): inputs.prefill(tiles=tile) for tile in tiles}
+            calls = {"default": inputs.prefill()}
             if block_size == 128:
-                calls |= {
-                    " ".join(map(str, (*tile, "engine"))): inputs.prefill(tiles=tile, by_copy_engine=True)
-                    for tile in [*tiles, (128, 128, 8, 3)]
-                }
+                tiles = [(64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 2)]
+                calls |= {" ".join(map(str, tile)): inputs.prefill(tiles=tile, by_copy_engine=True) for tile in tiles}
             yield inputs.case(f"{name} block {block_size}", calls)
+    for name in SKINNY:
+        for num_rows in (1, 16):
+            inputs_ = Skinny(num_rows, name)
+            calls = {
+                f"o{outs} c{chunk} w{warps} p{stages}": inputs_.ours(
+                    outs=outs, chunk=chunk, num_warps=warps, stages=stages
+                )
+                for outs, chunk, warps, stages in [
+                    (16, 128, 4, 3), (16, 128, 4, 4), (16, 128, 8, 3), (16, 128, 8, 4), (16, 64, 8, 4), (16, 256, 4, 3),
+                    (32, 128, 4, 3), (16, 128, 2, 5),
+                ]
+            }  # fmt: skip
+            yield inputs_.case(calls | {"default": inputs_.ours(), "cublas": inputs_.separate()})
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -279,6 +344,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norm_cases,
     "qkv": qkv_cases,
     "elementwise": elementwise_cases,
+    "skinny": skinny_cases,
     "sampling": sampling_cases,
 }
 

@@ -22,6 +22,7 @@ from nanollm.kernels import (
     rms_norm,
     sampling,
     silu_mul,
+    skinny_matmul,
 )
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
@@ -46,7 +47,7 @@ class Driver:
 def compile_instead_of_launching(capability: int) -> None:
     triton.runtime.driver.set_active(Driver(capability))
     found = backend.Gpu(divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
-    for module in (backend, decode_attention, prefill_attention):
+    for module in (backend, decode_attention, prefill_attention, skinny_matmul):
         module.gpu = lambda device: found  # type: ignore[attr-defined]
     run = JITFunction.run
 
@@ -77,6 +78,9 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     sampling._best_candidate_triton(x, torch.zeros(16), long, long, long)
     cache, norm = torch.zeros(2, 16, 8, 128, dtype=dtype), weight[:128]
     qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)
+    matrix = torch.zeros(2048, 3072, dtype=dtype)
+    skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
+    skinny_matmul._skinny_matmul_triton(matrix[:1], matrix, None, 0.0, matrix[:1])
 
 
 if __name__ == "__main__":

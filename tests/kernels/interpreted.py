@@ -112,3 +112,12 @@ def test_best_candidate(num_rows: int, size: int, first_id: int, greedy: bool) -
 
 def test_ties() -> None:
     checks.check_ties(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "norm", "gated", "residual"),
+    [(1, True, False, False), (3, False, False, True), (8, True, True, False), (16, False, True, True)],
+)
+@pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (640, 48)])
+def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
+    checks.check_skinny_matmul(num_rows, size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)

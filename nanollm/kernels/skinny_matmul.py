@@ -1,0 +1,197 @@
+"""Linear layers of very few rows, where reading the weights is all the work: norm, gate and residual come for free."""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanollm.kernels.backend import (
+    Gpu,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu,
+    overlap,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
+from nanollm.kernels.rms_norm import rms_norm_reference
+from nanollm.kernels.silu_mul import silu_mul_reference
+
+MAX_ROWS = 16
+
+
+def skinny_matmul_reference(
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MO: Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> Tensor:
+    """The definition; arguments as in skinny_matmul."""
+    if norm_weight_D is not None:
+        x_MD = rms_norm_reference(x_MD, norm_weight_D, eps)
+    y_MO = F.linear(x_MD, weight_OD)
+    if gated:
+        y_MO = silu_mul_reference(y_MO)
+    return y_MO if residual_MO is None else residual_MO + y_MO
+
+
+@triton.jit
+def _skinny_matmul_kernel(
+    y_MO,
+    x_MD,
+    weight_OD,
+    norm_weight_D,
+    residual_MO,
+    num_rows,
+    size_out,
+    eps,
+    SIZE_IN: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program computes OUTS outputs of every row. Each warp reads its own chunks of the input dimension, and warps
+    # meet only at the end: dimensions are [W warps, O outputs, M rows, D inputs].
+    out_1O1 = tl.program_id(0) * OUTS + tl.arange(0, OUTS)[None, :, None]
+    row_1M1 = tl.arange(0, ROWS)[None, :, None]
+    column_W1D = tl.arange(0, WARPS)[:, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
+    weight = weight_OD + out_1O1.to(tl.int64) * SIZE_IN
+    up_weight = weight + size_out.to(tl.int64) * SIZE_IN
+    if PDL:
+        # Weights are nobody's output: they start for the L2 cache while the kernel before this one still runs.
+        gdc_launch_dependents()
+        for first in range(0, SIZE_IN, 64 * WARPS * 4):
+            line = first + tl.arange(0, WARPS * 4)[None, None, :] * 64
+            _prefetch(weight + tl.minimum(line, SIZE_IN - 1))
+            if GATED:
+                _prefetch(up_weight + tl.minimum(line, SIZE_IN - 1))
+        gdc_wait()
+
+    acc_WOM = tl.zeros([WARPS, OUTS, ROWS], tl.float32)
+    up_acc_WOM = tl.zeros([WARPS, OUTS, ROWS], tl.float32)
+    squares_WM = tl.zeros([WARPS, ROWS], tl.float32)
+    for first in tl.range(0, SIZE_IN, WARPS * CHUNK, num_stages=STAGES):
+        column = first + column_W1D
+        if SIZE_IN % (WARPS * CHUNK) == 0:
+            w_WOD = tl.load(weight + column)
+            x_WMD = tl.load(x_MD + row_1M1 * SIZE_IN + column, mask=row_1M1 < num_rows, other=0.0)
+        else:
+            w_WOD = tl.load(weight + column, mask=column < SIZE_IN, other=0.0)
+            x_WMD = tl.load(
+                x_MD + row_1M1 * SIZE_IN + column, mask=(row_1M1 < num_rows) & (column < SIZE_IN), other=0.0
+            )
+        if NORM:
+            # rms(x) is known only after the last chunk, but it only scales the result.
+            x = x_WMD.to(tl.float32)
+            squares_WM += tl.sum(x * x, 2)
+            norm_weight = tl.load(norm_weight_D + column, mask=column < SIZE_IN, other=0.0).to(tl.float32)
+            x_WMD = (x * norm_weight).to(x_MD.dtype.element_ty)
+        acc_WOM = tl.dot(w_WOD, tl.permute(x_WMD, (0, 2, 1)), acc_WOM, input_precision="tf32x3")
+        if GATED:
+            if SIZE_IN % (WARPS * CHUNK) == 0:
+                up_WOD = tl.load(up_weight + column)
+            else:
+                up_WOD = tl.load(up_weight + column, mask=column < SIZE_IN, other=0.0)
+            up_acc_WOM = tl.dot(up_WOD, tl.permute(x_WMD, (0, 2, 1)), up_acc_WOM, input_precision="tf32x3")
+
+    y_OM, up_OM = tl.sum(acc_WOM, 0), tl.sum(up_acc_WOM, 0)
+    if NORM:
+        scale_M = tl.rsqrt(tl.sum(squares_WM, 0) / SIZE_IN + eps)
+        y_OM, up_OM = y_OM * scale_M[None, :], up_OM * scale_M[None, :]
+    if GATED:
+        y_OM = y_OM * tl.sigmoid(y_OM) * up_OM
+    out_O1 = tl.program_id(0) * OUTS + tl.arange(0, OUTS)[:, None]
+    row_1M = tl.arange(0, ROWS)[None, :]
+    offset_OM = row_1M * size_out + out_O1
+    if RESIDUAL:
+        y_OM += tl.load(residual_MO + offset_OM, mask=row_1M < num_rows, other=0.0).to(tl.float32)
+    tl.store(y_MO + offset_OM, y_OM.to(y_MO.dtype.element_ty), mask=row_1M < num_rows)
+
+
+@triton.jit
+def _prefetch(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def warps_for(size_in: int, size_out: int, gpu: Gpu) -> int:
+    """Warps a program: more where there are few programs, up to what there are inputs for."""
+    few = size_out // 16 < 2 * gpu.num_sms
+    return 8 if few and size_in >= 2048 else 4
+
+
+def _skinny_matmul_triton(
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MO: Tensor | None = None,
+    *,
+    gated: bool = False,
+    outs: int = 16,
+    chunk: int | None = None,
+    num_warps: int | None = None,
+    stages: int = 4,
+) -> Tensor:
+    num_rows, size_in = x_MD.shape
+    size_out = len(weight_OD) // (2 if gated else 1)
+    y_MO = x_MD.new_empty(num_rows, size_out)
+    found = gpu(x_MD.device)
+    num_warps = num_warps or warps_for(size_in, size_out, found)
+    rows = 8 if num_rows <= 8 else 16
+    chunk = chunk or min(128, power_of_2(size_in // num_warps))
+    stage_bytes = num_warps * chunk * (outs * (2 if gated else 1) + rows) * x_MD.element_size()
+    while stages > 2 and (stages - 1) * stage_bytes > found.shared_bytes - 16 * 1024:
+        stages -= 1
+    _skinny_matmul_kernel[(size_out // outs,)](
+        y_MO,
+        x_MD,
+        weight_OD,
+        x_MD if norm_weight_D is None else norm_weight_D,
+        x_MD if residual_MO is None else residual_MO,
+        num_rows,
+        size_out,
+        eps,
+        SIZE_IN=size_in,
+        NORM=norm_weight_D is not None,
+        GATED=gated,
+        RESIDUAL=residual_MO is not None,
+        ROWS=rows,
+        OUTS=outs,
+        CHUNK=chunk,
+        WARPS=num_warps,
+        STAGES=stages,
+        num_warps=num_warps,
+        **overlap(x_MD.device),
+    )
+    return y_MO
+
+
+def skinny_matmul(
+    x_MD: Tensor,
+    weight_OD: Tensor,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+    residual_MO: Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> Tensor:
+    """y = x W^T for at most 16 rows; [M, O], or [M, O / 2] if gated.
+
+    norm_weight_D: x is normed first, x / rms(x) * norm_weight. gated: W is gate's rows, then up's, and y is
+    SiLU(gate) * up. residual_MO: added to y. On a GPU, O (O / 2 if gated) must be a multiple of 16.
+    Floor on a GPU: one read of W.
+    """
+    run = _skinny_matmul_triton if runs_triton(x_MD) else skinny_matmul_reference
+    return run(x_MD, weight_OD, norm_weight_D, eps, residual_MO, gated=gated)
