@@ -24,7 +24,7 @@ from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.engine.scheduler import Scheduler
 from nanollm.engine.sequence import Sequence, check_token_ids
-from nanollm.layers import activation, attention, hidden, sampler
+from nanollm.layers import attention, hidden, linear, sampler
 from nanollm.layers.attention import bind_kv_cache
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.linear import ColumnParallelLinear
@@ -48,7 +48,7 @@ META = torch.device("meta")
 KERNELS = {
     hidden: ["rms_norm", "add_rms_norm"],
     attention: ["qkv_to_cache", "paged_attention"],
-    activation: ["silu_mul"],
+    linear: ["silu_mul"],
     sampler: ["best_candidate"],
 }
 
@@ -91,7 +91,7 @@ class Steps:
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model = model
         self.rows = RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, device)
-        self.decode = DecodeSteps(model, self.rows, TPGroup(), NUM_ROWS)
+        self.decode = DecodeSteps(model, self.rows, TPGroup(), NUM_ROWS, sizes=[])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_id: int) -> None:
@@ -149,9 +149,9 @@ def traced(model: nn.Module) -> Iterator[list[Line]]:
 
 
 def shapes(value: Any) -> str:
-    """The shape of a tensor; of a Hidden, its pending tensor's; of several, the first one's."""
+    """The shape of a tensor; of a Hidden, its tokens'; of several, the first one's."""
     if isinstance(value, Hidden):
-        return shapes(value.pending_TD)
+        return shapes(value.residual_TD if value.pending_TD is None else value.pending_TD)
     return str(list(value.shape)) if isinstance(value, Tensor) else shapes(value[0])
 
 

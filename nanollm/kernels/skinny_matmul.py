@@ -21,6 +21,11 @@ from nanollm.kernels.silu_mul import silu_mul_reference
 MAX_ROWS = 16
 
 
+def suits_skinny_matmul(num_rows: int, weight_OD: Tensor) -> bool:
+    """Whether skinny_matmul beats the library's matmul with separate kernels around it: few rows, on a GPU."""
+    return 1 <= num_rows <= MAX_ROWS and runs_triton(weight_OD) and len(weight_OD) % 32 == 0
+
+
 def skinny_matmul_reference(
     x_MD: Tensor,
     weight_OD: Tensor,

@@ -5,7 +5,6 @@ from torch import nn
 from nanollm.config import ModelConfig
 from nanollm.distributed.partition import mlp_split
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.silu_mul import silu_mul
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
@@ -23,5 +22,5 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, size, split[tp.rank], config.mlp_bias, tp)
 
     def forward(self, hidden: Hidden) -> Hidden:
-        gate_up_TF2, residual_TD = self.gate_up_proj(hidden)
-        return self.down_proj(silu_mul(gate_up_TF2), residual_TD)
+        gated_TF, residual_TD = self.gate_up_proj(hidden, gated=True)
+        return self.down_proj(gated_TF, residual_TD)

@@ -34,7 +34,8 @@ class VocabParallelEmbedding(_VocabParallel):
     """Token ids to vectors. One rank holds each token's row, the others add zero: the sum is left pending."""
 
     def forward(self, token_ids_T: Tensor) -> Hidden:
-        return Hidden(None, embedding(token_ids_T, self.weight, self.start, self.num_rows))
+        x_TD = embedding(token_ids_T, self.weight, self.start, self.num_rows)
+        return Hidden(x_TD, None) if self.tp.size == 1 else Hidden(None, x_TD)
 
 
 class ParallelLMHead(_VocabParallel):

@@ -13,23 +13,28 @@ class Hidden:
     """The residual stream, with work still pending: norm(residual + all_reduce(pending)) * norm_weight.
 
     residual_TD: None before the first layer.
-    pending_TD: this rank's partial sum from a row-parallel layer (or the embedding), not reduced or added yet.
+    pending_TD: this rank's partial sum from a row-parallel layer (or the embedding), not reduced or added yet; None if
+        that was done already.
     norm_weight_D, norm_eps: the RMSNorm that the next reader applies, set by the RMSNorm layer.
     """
 
     residual_TD: Tensor | None
-    pending_TD: Tensor
+    pending_TD: Tensor | None
     norm_weight_D: Tensor | None = None
     norm_eps: float = 0.0
 
     def rows(self, index: Tensor) -> "Hidden":
         """Only the given tokens: index int [L]."""
         residual_TD = None if self.residual_TD is None else self.residual_TD[index]
-        return replace(self, residual_TD=residual_TD, pending_TD=self.pending_TD[index])
+        pending_TD = None if self.pending_TD is None else self.pending_TD[index]
+        return replace(self, residual_TD=residual_TD, pending_TD=pending_TD)
 
     def resolve(self, tp: TPGroup) -> tuple[Tensor, Tensor]:
         """Do what is pending. Returns (normed_TD, residual_TD), both new."""
         assert self.norm_weight_D is not None, "a norm must stand between two layers"
+        if self.pending_TD is None:
+            assert self.residual_TD is not None
+            return rms_norm(self.residual_TD, self.norm_weight_D, self.norm_eps), self.residual_TD
         x_TD = tp.all_reduce(self.pending_TD)
         if self.residual_TD is None:
             return rms_norm(x_TD, self.norm_weight_D, self.norm_eps), x_TD

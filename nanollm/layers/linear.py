@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.silu_mul import silu_mul
+from nanollm.kernels.skinny_matmul import skinny_matmul, suits_skinny_matmul
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.weights import TensorPart
 
@@ -20,6 +22,10 @@ class LinearBase(nn.Module):
         self.tp = tp
         self.weight = nn.Parameter(torch.empty(size_out, size_in), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
+
+    def suits_skinny(self, num_rows: int) -> bool:
+        """Whether to read the weights with the kernel for few rows, which norm, gate and residual are folded into."""
+        return self.bias is None and suits_skinny_matmul(num_rows, self.weight)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -35,8 +41,15 @@ class ColumnParallelLinear(LinearBase):
 
     def forward(self, hidden: Hidden) -> tuple[Tensor, Tensor]:
         """Returns (y_r, residual_TD): this rank's output features, and the residual stream for the layer after."""
+        return self._forward(hidden, gated=False)
+
+    def _forward(self, hidden: Hidden, *, gated: bool) -> tuple[Tensor, Tensor]:
+        x_TD, norm_D = hidden.residual_TD, hidden.norm_weight_D
+        if x_TD is not None and hidden.pending_TD is None and self.suits_skinny(len(x_TD)):
+            return skinny_matmul(x_TD, self.weight, norm_D, hidden.norm_eps, gated=gated), x_TD
         normed_TD, residual_TD = hidden.resolve(self.tp)
-        return F.linear(normed_TD, self.weight, self.bias), residual_TD
+        y_r = F.linear(normed_TD, self.weight, self.bias)
+        return silu_mul(y_r) if gated else y_r, residual_TD
 
     def tensor_parts(self, path: str) -> list[TensorPart]:
         parent, size_in, start, parts = path.rpartition(".")[0], self.weight.shape[1], 0, []
@@ -59,6 +72,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         self, size_in: int, size: int, names: Sequence[str], split: Sequence[range], bias: bool, tp: TPGroup
     ) -> None:
         super().__init__(size_in, [(name, size, split[tp.rank]) for name in names], bias, tp)
+
+    def forward(self, hidden: Hidden, *, gated: bool = False) -> tuple[Tensor, Tensor]:
+        """As above; gated, of two projections gate and up, returns (SiLU(gate) * up [T, size_r], residual_TD)."""
+        return self._forward(hidden, gated=gated)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -88,6 +105,8 @@ class RowParallelLinear(LinearBase):
         self.unused_bias = bias and tp.rank != 0
 
     def forward(self, x_r: Tensor, residual_TD: Tensor) -> Hidden:
+        if self.tp.size == 1 and self.suits_skinny(len(x_r)):
+            return Hidden(skinny_matmul(x_r, self.weight, residual_MO=residual_TD), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))
 
     def tensor_parts(self, path: str) -> list[TensorPart]:
