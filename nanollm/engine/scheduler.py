@@ -16,8 +16,6 @@ from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
-_NOT_BLOCKED = (-1, 0)
-
 
 class OutOfBlocks(Exception):
     """A running sequence needs a block, there is none, and steps in flight may still give some back."""
@@ -59,7 +57,7 @@ class Scheduler:
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}  # finished, but a step in flight still writes their blocks
-        self._blocked = _NOT_BLOCKED  # (request, room in blocks) of the last failed admission
+        self._blocked = (-1, 0)  # (request, room in blocks) of the last failed admission
         # Every running sequence decodes one token in every step, so no more run than a step has tokens.
         self._num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_rows = list(range(self._num_rows))[::-1]
@@ -189,7 +187,6 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self._leaving.clear()
-        self._blocked = _NOT_BLOCKED
         self._free_rows = list(range(self._num_rows))[::-1]
         self._num_in_flight = 0
 

@@ -178,6 +178,16 @@ def test_all_logits_of_a_prompt_that_was_preempted_come_once(overlap: bool) -> N
 
 
 @both
+def test_what_a_prompt_finds_of_its_own_after_a_preemption_was_not_cached_for_it(overlap: bool) -> None:
+    engine = Engine(num_blocks=5, overlap=overlap, long_prefill_token_threshold=1)
+    ids = [engine.add(prompt(4, 1), max_tokens=12), engine.add(prompt(12), max_tokens=1)]
+    run_alone_and_check(engine, *ids)
+    stats = engine.core.get_stats()
+    assert stats.num_preemptions == 1 and stats.prefix_hits > 0  # in the middle of its prompt
+    assert engine.outputs[ids[1]].num_cached_tokens == 0
+
+
+@both
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 20, 100, 500])
 @pytest.mark.parametrize("budget", [2, 7, 8192])
 def test_as_many_sequences_as_allowed_and_budgets_smaller_than_that(
@@ -191,6 +201,17 @@ def test_as_many_sequences_as_allowed_and_budgets_smaller_than_that(
     if not overlap:
         assert engine.core.get_stats().num_running == expected
     run_alone_and_check(engine, *ids)
+
+
+@both
+def test_one_step_is_in_flight_while_the_next_is_planned(overlap: bool) -> None:
+    engine = Engine(overlap=overlap)
+    request = engine.add(prompt(5), max_tokens=4)
+    in_flight = []
+    while engine.core.has_unfinished:
+        engine.step()
+        in_flight.append((len(engine.tokens[request]), len(engine.executor.pending)))
+    assert in_flight == [(1, overlap), (2, overlap), (3, overlap), (4, 0)]
 
 
 # How requests end
@@ -378,9 +399,11 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_an_engine_that_is_right(overlap: bo
 
 
 @both
-def test_ctrl_c_while_the_device_is_waited_for_after_ctrl_c(overlap: bool) -> None:
+@pytest.mark.parametrize("interrupted", ["step", "reset"])
+@pytest.mark.parametrize("following", ["add", "step", "abort", "reset_prefix_cache"])
+def test_ctrl_c_while_the_device_is_waited_for_after_ctrl_c(overlap: bool, interrupted: str, following: str) -> None:
     engine = Engine(overlap=overlap)
-    engine.add(prompt(5), max_tokens=9)
+    first = engine.add(prompt(5), max_tokens=9)
     for _ in range(3):
         engine.step()
     engine.executor.fail_next = "collect"
@@ -388,7 +411,12 @@ def test_ctrl_c_while_the_device_is_waited_for_after_ctrl_c(overlap: bool) -> No
         mock.patch.object(engine.executor, "discard", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        engine.core.step()
+        getattr(engine.core, interrupted)()
+    engine.executor.fail_next = None
+    if following != "add":
+        result = getattr(engine.core, following)(*([first] if following == "abort" else []))
+        assert not result
+        engine.check_empty()
     other = engine.add(prompt(3, seed=4), max_tokens=9)  # would get tokens of the old steps
     run_alone_and_check(engine, other)
 
