@@ -27,7 +27,7 @@ from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.sampling import best_candidate
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
-from nanollm.kernels.skinny_matmul import _skinny_matmul_triton, skinny_matmul
+from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul
 
 ROTATE_BYTES = 256 * 2**20  # inputs that take turns, together: four times an H200's L2 cache
 Call = Callable[[int], Any]  # one launch on the i-th inputs
@@ -257,7 +257,8 @@ class Skinny:
         self.residual = randn(self.num_rows, size_out) if residual else None
 
     def ours(self, **options: Any) -> Call:
-        run = _skinny_matmul_triton if options else skinny_matmul
+        tuned = _one_row_triton if self.num_rows == 1 else _skinny_matmul_triton
+        run = tuned if options else skinny_matmul
         return lambda i: run(
             self.x, self.weights[i], self.norm_weight, 1e-6, self.residual, gated=self.gated, **options
         )
@@ -303,15 +304,13 @@ def tuning_cases() -> Iterator[Case]:
     for name, (rows, group) in DECODES.items():
         inputs = Attention(rows, group)
         pairs = len(rows) * inputs.num_kv_heads
-        variants = itertools.product(
-            [(1, 1024)] if pairs > 512 else [(1, 1024), (4, 1024)] if pairs > 128 else [(4, 128), (4, 256), (8, 128)],
-            [(4, 3), (4, 4), (2, 3), (2, 4), (2, 5), (8, 3)],
-        )
+        splits = [(1, 1), (2, 2048)] if pairs > 128 else [(2, 128), (4, 128), (8, 128)]
+        variants = itertools.product(splits, [(64, 3, 4), (64, 4, 4), (128, 3, 8)])
         calls = {
-            f"s{num_splits} m{min_split} w{warps} p{stages}": inputs.decode(
-                num_splits=num_splits, min_split=min_split, stages=stages, num_warps=warps
+            f"s{num_splits} m{min_split} t{tile} p{stages} w{warps}": inputs.decode(
+                num_splits=num_splits, min_split=min_split, tile=tile, stages=stages, num_warps=warps
             )
-            for (num_splits, min_split), (warps, stages) in variants
+            for (num_splits, min_split), (tile, stages, warps) in variants
         }
         calls["default"] = inputs.decode()
         yield inputs.case(name, calls)
@@ -320,21 +319,26 @@ def tuning_cases() -> Iterator[Case]:
             inputs = Attention(rows, group, block_size=block_size)
             calls = {"default": inputs.prefill()}
             if block_size == 128:
-                tiles = [(64, 128, 4, 2), (64, 64, 4, 4), (64, 64, 4, 2)]
+                tiles = [(64, 64, 4, 3), (128, 128, 8, 3)]
                 calls |= {" ".join(map(str, tile)): inputs.prefill(tiles=tile, by_copy_engine=True) for tile in tiles}
             yield inputs.case(f"{name} block {block_size}", calls)
     for name in SKINNY:
-        for num_rows in (1, 16):
+        for num_rows in (1, 2, 16):
             inputs_ = Skinny(num_rows, name)
-            calls = {
-                f"o{outs} c{chunk} w{warps} p{stages}": inputs_.ours(
-                    outs=outs, chunk=chunk, num_warps=warps, stages=stages
-                )
-                for outs, chunk, warps, stages in [
-                    (16, 128, 4, 3), (16, 128, 4, 4), (16, 128, 8, 3), (16, 128, 8, 4), (16, 64, 8, 4), (16, 256, 4, 3),
-                    (32, 128, 4, 3), (16, 128, 2, 5),
-                ]
-            }  # fmt: skip
+            if num_rows == 1:
+                calls = {
+                    f"o{outs} c{chunk} w{warps}": inputs_.ours(outs=outs, chunk=chunk, num_warps=warps)
+                    for outs, chunk, warps in [
+                        (8, 1024, 4), (4, 1024, 4), (16, 512, 4), (8, 512, 2), (4, 1024, 2), (4, 2048, 8), (2, 1024, 2),
+                    ]
+                }  # fmt: skip
+            else:
+                calls = {
+                    f"o{outs} c{chunk} w{warps} p{stages}": inputs_.ours(
+                        outs=outs, chunk=chunk, num_warps=warps, stages=stages
+                    )
+                    for outs, chunk, warps, stages in [(16, 512, 2, 3), (16, 512, 4, 2), (32, 256, 4, 3)]
+                }
             yield inputs_.case(calls | {"default": inputs_.ours(), "cublas": inputs_.separate()})
 
 
@@ -352,7 +356,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 def measure_gpu() -> tuple[float, float]:
     """TB/s of a large copy, reads and writes counted, and TFLOP/s of a large bf16 matmul."""
     source, target = (torch.empty(2**30, dtype=torch.int32, device="cuda") for _ in range(2))
-    bandwidth = 2 * source.nbytes / time_call(lambda i: target.copy_(source), 1) / 1e6
+    bandwidth = 2 * source.nbytes / time_call(lambda i: torch.neg(source, out=target), 1) / 1e6
     a, b = randn(8192, 8192), randn(8192, 8192)
     return bandwidth, 2 * 8192**3 / time_call(lambda i: a @ b, 1) / 1e6
 

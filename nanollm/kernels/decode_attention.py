@@ -99,66 +99,51 @@ def _decode_attention_kernel(
     GROUP_PAD: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
-    WARPS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # One program takes one KV head of one row, with all query heads that share it, and every num_splits-th tile of its
-    # tokens. Each warp has its own part of a tile and its own softmax, so that warps meet only at the end: dimensions
-    # are [W warps, G query heads, C tokens, H]. The grid depends on the bucket alone; programs without a tile leave.
+    # tokens. The grid depends on the bucket alone; programs without a tile leave at once.
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    warp_W11 = tl.arange(0, WARPS)[:, None, None]
-    head_1G1 = tl.arange(0, GROUP_PAD)[None, :, None]
-    dim_11H = tl.arange(0, HEAD_TILE)[None, None, :]
-    token_WC1 = warp_W11 * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :, None]
-    inside_1GH = (head_1G1 < GROUP) & (dim_11H < HEAD_DIM)
+    head_G, dim_H, token_C = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
+    inside_GH = (head_G < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
+    offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     # These loads don't wait for one another: the first tile is the same whatever the context.
     context = tl.load(context_lens_B + row)
     table = block_tables_BM + row * table_stride
-    block_WC1 = _blocks(table, split * TILE, token_WC1, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
-    q = q_BNH + row * q_stride + (kv_head * GROUP + head_1G1) * HEAD_DIM + dim_11H
-    q_WGH = tl.load(q + warp_W11 * 0, mask=inside_1GH & (warp_W11 >= 0), other=0.0)
+    block_C = _blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
+    q_GH = tl.load(q_BNH + row * q_stride + kv_head * GROUP * HEAD_DIM + offset_GH, mask=inside_GH, other=0.0)
 
-    num_splits = tl.minimum(NUM_SPLITS, tl.cdiv(context, MIN_SPLIT))
-    if context == 0:
-        num_splits = 1  # which stores zeros
+    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 1))
     if split >= num_splits:
         return
-    top_WG = tl.full([WARPS, GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
-    total_WG = tl.zeros([WARPS, GROUP_PAD], tl.float32)
-    acc_WGH = tl.zeros([WARPS, GROUP_PAD, HEAD_TILE], tl.float32)
+    top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
+    total_G = tl.zeros([GROUP_PAD], tl.float32)
+    acc_GH = tl.zeros([GROUP_PAD, HEAD_TILE], tl.float32)
     for first in tl.range(split * TILE, context, num_splits * TILE, num_stages=STAGES):
-        slot_WC1 = block_WC1.to(tl.int64) * BLOCK_SIZE + (first + token_WC1) % BLOCK_SIZE
+        slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
         # The next tile's blocks are looked up a tile ahead: the loads of K and V depend on them.
-        block_WC1 = _blocks(table, first + num_splits * TILE, token_WC1, context, BLOCK_SIZE, TILE)
-        inside_WC1 = first + token_WC1 < context
-        offset_WCH = (slot_WC1 * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim_11H
-        inside_WCH = inside_WC1 & (dim_11H < HEAD_DIM)
-        k_WCH = tl.load(k_cache + offset_WCH, mask=inside_WCH, other=0.0)
-        v_WCH = tl.load(v_cache + offset_WCH, mask=inside_WCH, other=0.0)
-        score_WGC = tl.dot(q_WGH, tl.permute(k_WCH, (0, 2, 1)), input_precision="tf32x3")
-        score_WGC = tl.where(tl.permute(inside_WC1, (0, 2, 1)), score_WGC, float("-inf"))
-        new_top_WG = tl.maximum(top_WG, tl.max(score_WGC, 2) * scale_log2)
-        # A warp that has seen no token yet has nothing to weigh; -inf - -inf must not make NaN of it.
-        base_WG = tl.where(new_top_WG == float("-inf"), 0.0, new_top_WG)
-        weight_WGC = tl.exp2(score_WGC * scale_log2 - base_WG[:, :, None])
-        shrink_WG = tl.exp2(top_WG - base_WG)
-        total_WG = total_WG * shrink_WG + tl.sum(weight_WGC, 2)
-        acc_WGH = acc_WGH * shrink_WG[:, :, None]
-        acc_WGH = tl.dot(weight_WGC.to(v_WCH.dtype), v_WCH, acc_WGH, input_precision="tf32x3")
-        top_WG = new_top_WG
+        block_C = _blocks(table, first + num_splits * TILE, context, BLOCK_SIZE, TILE)
+        inside_C = first + token_C < context
+        offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
+        inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
+        k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
+        v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
+        score_GC = tl.dot(q_GH, tl.trans(k_CH), input_precision="tf32x3")
+        score_GC = tl.where(inside_C[None, :], score_GC, float("-inf"))
+        new_top_G = tl.maximum(top_G, tl.max(score_GC, 1) * scale_log2)
+        weight_GC = tl.exp2(score_GC * scale_log2 - new_top_G[:, None])
+        shrink_G = tl.exp2(top_G - new_top_G)
+        total_G = total_G * shrink_G + tl.sum(weight_GC, 1)
+        acc_GH = acc_GH * shrink_G[:, None]
+        acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH, input_precision="tf32x3")
+        top_G = new_top_G
 
-    top_G = tl.max(top_WG, 0)
-    share_WG = tl.exp2(top_WG - tl.where(top_G == float("-inf"), 0.0, top_G)[None, :])
-    total_G = tl.sum(total_WG * share_WG, 0)
-    acc_GH = tl.sum(acc_WGH * share_WG[:, :, None], 0) / tl.where(total_G == 0, 1.0, total_G)[:, None]
-    head_G, dim_H = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_TILE)
-    inside_GH = (head_G < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
-    offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
+    acc_GH /= tl.where(total_G == 0, 1.0, total_G)[:, None]  # 0 where the context is
     pair = row * NUM_KV_HEADS + kv_head
     out_GH = out_BNH + pair * GROUP * HEAD_DIM
     if num_splits == 1:
@@ -176,30 +161,34 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _blocks(table, first, token_WC1, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The blocks of tokens first + token_WC1 of a row: one for all of them where a tile fits in a block."""
-    token = first if BLOCK_SIZE % TILE == 0 else first + token_WC1
-    return tl.load(table + token // BLOCK_SIZE, mask=token < stop, other=0)
+def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of tokens first … first + TILE of a row: one for all of them where a tile fits in a block."""
+    token_C = first if BLOCK_SIZE % TILE == 0 else first + tl.arange(0, TILE)
+    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0)
 
 
-def splits_for(num_rows: int, num_kv_heads: int, gpu: Gpu) -> tuple[int, int]:
-    """(programs a long row is split over, a power of two; tokens that are worth a program of their own).
+def splits_for(num_rows: int, num_kv_heads: int, gpu: Gpu) -> tuple[int, int, int]:
+    """(programs a long row is split over, a power of two; tokens worth a program of their own; stages), as measured.
 
-    Enough to fill the GPU if all rows are long. From the bucket's rows alone, never from contexts, so that a row's
-    result doesn't depend on its neighbours' lengths.
+    Enough programs to fill the GPU if all rows are long. From the bucket's rows alone, never from contexts, so that a
+    row's result doesn't depend on its neighbours' lengths.
     """
     pairs = max(num_rows * num_kv_heads, 1)
-    wanted = min(max(4 * gpu.num_sms // pairs, 1), 16)
-    return power_of_2(wanted + 1) // 2, 128 if wanted == 16 else 256 if wanted > 2 else 1024
+    if pairs > 4 * gpu.num_sms:
+        return 1, 1, 3  # programs that leave at once would cost more than a better balance gains
+    num_splits = power_of_2(min(2 * gpu.num_sms // pairs, 16) + 1) // 2
+    if num_splits <= 1:
+        return 2, 2048, 4
+    return num_splits, 128, 4 if num_splits * pairs > gpu.num_sms else 3
 
 
-def warps_for(head_dim: int, dtype: torch.dtype, gpu: Gpu, stages: int) -> int:
-    """Warps a program, each with 16 tokens of a tile: 4 unless the shared memory is too small for their K and V."""
-    warp_bytes = 16 * power_of_2(head_dim) * 2 * dtype.itemsize
-    warps = 4
-    while warps > 1 and stages * warps * warp_bytes > gpu.shared_bytes:
-        warps //= 2
-    return warps
+def tile_for(head_dim: int, dtype: torch.dtype, stages: int, gpu: Gpu) -> int:
+    """Tokens a tile: 64 unless the shared memory is too small for the tiles of K and V under way."""
+    row_bytes = 2 * power_of_2(head_dim) * dtype.itemsize
+    tile = 64
+    while tile > 16 and stages * tile * row_bytes > gpu.shared_bytes - 8 * 1024:
+        tile //= 2
+    return tile
 
 
 @functools.cache
@@ -218,18 +207,17 @@ def _decode_attention_triton(
     *,
     num_splits: int | None = None,
     min_split: int | None = None,
+    stages: int | None = None,
     tile: int | None = None,
-    stages: int = 3,
-    num_warps: int | None = None,
+    num_warps: int = 4,
 ) -> None:
     num_rows, num_heads, head_dim = q_BNH.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     device = q_BNH.device
-    if num_splits is None or min_split is None:
-        num_splits, min_split = splits_for(num_rows, num_kv_heads, gpu(device))
-    if num_warps is None:
-        num_warps = warps_for(head_dim, k_cache.dtype, gpu(device), stages)
+    chosen = splits_for(num_rows, num_kv_heads, gpu(device))
+    num_splits, min_split, stages = num_splits or chosen[0], min_split or chosen[1], stages or chosen[2]
+    tile = tile or tile_for(head_dim, k_cache.dtype, stages, gpu(device))
     if not num_rows:
         return
     partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
@@ -257,8 +245,7 @@ def _decode_attention_triton(
         GROUP_PAD=max(power_of_2(group), 16),  # what tl.dot takes
         GROUP_TILE=power_of_2(group),
         HEAD_TILE=max(power_of_2(head_dim), 16),
-        WARPS=num_warps,
-        TILE=tile or 16 * num_warps,
+        TILE=tile,
         STAGES=stages,
         num_warps=num_warps,
         **overlap(device),

@@ -90,12 +90,10 @@ def _attend_tile(
     """
     token_C = tl.arange(0, TILE_C)
     dim_H = tl.arange(0, HEAD_TILE)
-    if BY_COPY_ENGINE:
+    if BY_COPY_ENGINE:  # whole tiles: v_cache must be finite beyond `stop` too, for a weight of 0 to take it away
         slot = block_C * BLOCK_SIZE + first % BLOCK_SIZE
         k_CH = k_cache.load([slot, kv_head * HEAD_DIM])
         v_CH = v_cache.load([slot, kv_head * HEAD_DIM])
-        if MASKED:  # what another row once left beyond `stop` may be NaN, which no weight of 0 takes away
-            v_CH = tl.where((first + token_C < stop)[:, None], v_CH, 0.0)
     else:
         slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
         offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
@@ -192,8 +190,7 @@ def _prefill_attention_kernel(
             q_MH, top_M, total_M, acc_MH, k_cache, v_cache, now_C, first, stop, position_M, kv_head, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, HEAD_TILE, BLOCK_SIZE, TILE_C, BY_COPY_ENGINE, MASKED=False,
         )  # fmt: skip
-    MASKED_STAGES: tl.constexpr = STAGES - 1 if BY_COPY_ENGINE else STAGES  # room for V once more, without NaN
-    for first in tl.range(unmasked, stop, TILE_C, num_stages=MASKED_STAGES):
+    for first in tl.range(unmasked, stop, TILE_C, num_stages=STAGES):
         now_C, block_C = block_C, _blocks(table, first + TILE_C, stop, BLOCK_SIZE, TILE_C)
         top_M, total_M, acc_MH = _attend_tile(
             q_MH, top_M, total_M, acc_MH, k_cache, v_cache, now_C, first, stop, position_M, kv_head, scale_log2,
@@ -217,7 +214,7 @@ def tiles_for(
     row_bytes = power_of_2(head_dim) * dtype.itemsize
     choices = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if copies_tiles(head_dim, block_size, dtype, gpu):
-        long = block_size >= 128 and tokens_per_row >= 2048
+        long = block_size >= 128 and tokens_per_row > 2048
         choices = [(128, 128, 8, 3), (128, 64, 8, 2)] if long else [(64, 64, 4, 3), (64, 64, 4, 2)]
     elif gpu.capability[0] == 9:
         choices = [(128, 128, 8, 2), *choices]

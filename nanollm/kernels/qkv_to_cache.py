@@ -39,7 +39,7 @@ def qkv_to_cache_reference(
     q_TNH, k_TKH = apply_rope(q_TNH, cos_TR, sin_TR), apply_rope(k_TKH, cos_TR, sin_TR)
     kept_T = slots_T >= 0
     k_cache.view(-1, num_kv_heads, head_dim)[slots_T[kept_T]] = k_TKH[kept_T]
-    v_cache.view(-1, num_kv_heads, head_dim)[slots_T[kept_T]] = v_TKH[kept_T]
+    v_cache.view(-1, num_kv_heads, head_dim)[slots_T[kept_T]] = torch.where(v_TKH.isfinite(), v_TKH, 0)[kept_T]
     return q_TNH
 
 
@@ -91,8 +91,9 @@ def _qkv_to_cache_kernel(
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / HEAD_DIM + eps)[:, None]
         y1 = x1 * scale * tl.where(is_q, q_weight_1, k_weight_1)
         y2 = x2 * scale * tl.where(is_q, q_weight_2, k_weight_2)
-    z1 = tl.where(is_v, x1, y1 * cos - y2 * sin).to(q_TNH.dtype.element_ty)
-    z2 = tl.where(is_v, x2, y2 * cos + y1 * sin).to(q_TNH.dtype.element_ty)
+    v1, v2 = tl.where(tl.abs(x1) < float("inf"), x1, 0.0), tl.where(tl.abs(x2) < float("inf"), x2, 0.0)
+    z1 = tl.where(is_v, v1, y1 * cos - y2 * sin).to(q_TNH.dtype.element_ty)
+    z2 = tl.where(is_v, v2, y2 * cos + y1 * sin).to(q_TNH.dtype.element_ty)
 
     q = q_TNH + (token * NUM_HEADS + head) * HEAD_DIM + dim
     tl.store(q, z1, mask=inside & is_q)
@@ -162,7 +163,9 @@ def qkv_to_cache(
     q_norm_H, k_norm_H: RMSNorm weights over the head dim, or None for models without.
     rope_PH: float32 [positions, H]: cos of the H/2 angles, then sin.
     slots_T: where each token's k and v go, block * block_size + offset; -1 for nowhere.
-    k_cache, v_cache: contiguous [blocks, block_size, K, H].
+    k_cache, v_cache: contiguous [blocks, block_size, K, H]. A v that is NaN or infinite is stored as 0: attention reads
+    whole blocks and gives what a row doesn't see, such as what was left in a block by another row, a weight of 0, and
+    0 * NaN is NaN. The row itself still ends in NaN, through k.
     Floor on a GPU: one read of qkv_TX, one write of as much. The kernel rounds once, after the rotation.
     """
     run = _qkv_to_cache_triton if runs_triton(qkv_TX) else qkv_to_cache_reference

@@ -5,12 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanollm.kernels.backend import (
-    Gpu,
     gdc_launch_dependents,
     gdc_wait,
     gpu,
     overlap,
-    power_of_2,
     runs_triton,
     tl,
     triton,
@@ -42,6 +40,66 @@ def skinny_matmul_reference(
     if gated:
         y_MO = silu_mul_reference(y_MO)
     return y_MO if residual_MO is None else residual_MO + y_MO
+
+
+@triton.jit
+def _one_row_kernel(
+    y_O,
+    x_D,
+    weight_OD,
+    norm_weight_D,
+    residual_O,
+    size_out,
+    eps,
+    SIZE_IN: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # One program computes OUTS outputs. Its loads of weights are always a chunk ahead, the first ones of all inputs:
+    # weights are nobody's output, so they needn't wait for the kernel before this one.
+    out_O = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    column_D = tl.arange(0, CHUNK)
+    weight = weight_OD + out_O.to(tl.int64)[:, None] * SIZE_IN + column_D[None, :]
+    up_weight = weight + size_out.to(tl.int64) * SIZE_IN
+    w_OD = tl.load(weight, mask=(column_D < SIZE_IN)[None, :], other=0.0)
+    up_OD = w_OD
+    if GATED:
+        up_OD = tl.load(up_weight, mask=(column_D < SIZE_IN)[None, :], other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc_OD = tl.zeros([OUTS, CHUNK], tl.float32)
+    up_acc_OD = tl.zeros([OUTS, CHUNK], tl.float32)
+    squares_D = tl.zeros([CHUNK], tl.float32)
+    for first in tl.static_range(0, SIZE_IN, CHUNK):
+        now_OD, up_now_OD = w_OD, up_OD
+        if first + CHUNK < SIZE_IN:
+            inside_D = first + CHUNK + column_D < SIZE_IN
+            w_OD = tl.load(weight + first + CHUNK, mask=inside_D[None, :], other=0.0)
+            if GATED:
+                up_OD = tl.load(up_weight + first + CHUNK, mask=inside_D[None, :], other=0.0)
+        column = first + column_D
+        x = tl.load(x_D + column, mask=column < SIZE_IN, other=0.0).to(tl.float32)
+        if NORM:  # rms(x) is known only after the last chunk, but it only scales the result
+            squares_D += x * x
+            x *= tl.load(norm_weight_D + column, mask=column < SIZE_IN, other=0.0).to(tl.float32)
+        acc_OD += now_OD.to(tl.float32) * x[None, :]
+        if GATED:
+            up_acc_OD += up_now_OD.to(tl.float32) * x[None, :]
+    y = tl.sum(acc_OD, 1)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares_D, 0) / SIZE_IN + eps)
+        y *= scale
+    if GATED:
+        y *= tl.sigmoid(y) * tl.sum(up_acc_OD, 1) * scale
+    if RESIDUAL:
+        y += tl.load(residual_O + out_O).to(tl.float32)
+    tl.store(y_O + out_O, y.to(y_O.dtype.element_ty))
 
 
 @triton.jit
@@ -130,10 +188,39 @@ def _prefetch(pointers):
     )
 
 
-def warps_for(size_in: int, size_out: int, gpu: Gpu) -> int:
-    """Warps a program: more where there are few programs, up to what there are inputs for."""
-    few = size_out // 16 < 2 * gpu.num_sms
-    return 8 if few and size_in >= 2048 else 4
+def _one_row_triton(
+    x_1D: Tensor,
+    weight_OD: Tensor,
+    norm_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+    residual_1O: Tensor | None = None,
+    *,
+    gated: bool = False,
+    outs: int | None = None,
+    chunk: int = 1024,
+    num_warps: int = 4,
+) -> Tensor:
+    size_in, size_out = x_1D.shape[1], len(weight_OD) // (2 if gated else 1)
+    outs = outs or (4 if gated or size_out < 16 * gpu(x_1D.device).num_sms else 8)
+    y_1O = x_1D.new_empty(1, size_out)
+    _one_row_kernel[(size_out // outs,)](
+        y_1O,
+        x_1D,
+        weight_OD,
+        x_1D if norm_weight_D is None else norm_weight_D,
+        x_1D if residual_1O is None else residual_1O,
+        size_out,
+        eps,
+        SIZE_IN=size_in,
+        NORM=norm_weight_D is not None,
+        GATED=gated,
+        RESIDUAL=residual_1O is not None,
+        OUTS=outs,
+        CHUNK=chunk,
+        num_warps=num_warps,
+        **overlap(x_1D.device),
+    )
+    return y_1O
 
 
 def _skinny_matmul_triton(
@@ -145,17 +232,15 @@ def _skinny_matmul_triton(
     *,
     gated: bool = False,
     outs: int = 16,
-    chunk: int | None = None,
-    num_warps: int | None = None,
-    stages: int = 4,
+    chunk: int = 256,
+    num_warps: int = 4,
+    stages: int = 3,
 ) -> Tensor:
     num_rows, size_in = x_MD.shape
     size_out = len(weight_OD) // (2 if gated else 1)
     y_MO = x_MD.new_empty(num_rows, size_out)
     found = gpu(x_MD.device)
-    num_warps = num_warps or warps_for(size_in, size_out, found)
     rows = 8 if num_rows <= 8 else 16
-    chunk = chunk or min(128, power_of_2(size_in // num_warps))
     stage_bytes = num_warps * chunk * (outs * (2 if gated else 1) + rows) * x_MD.element_size()
     while stages > 2 and (stages - 1) * stage_bytes > found.shared_bytes - 16 * 1024:
         stages -= 1
@@ -198,5 +283,8 @@ def skinny_matmul(
     SiLU(gate) * up. residual_MO: added to y. On a GPU, O (O / 2 if gated) must be a multiple of 16.
     Floor on a GPU: one read of W.
     """
-    run = _skinny_matmul_triton if runs_triton(x_MD) else skinny_matmul_reference
-    return run(x_MD, weight_OD, norm_weight_D, eps, residual_MO, gated=gated)
+    if not runs_triton(x_MD):
+        return skinny_matmul_reference(x_MD, weight_OD, norm_weight_D, eps, residual_MO, gated=gated)
+    if len(x_MD) == 1:
+        return _one_row_triton(x_MD, weight_OD, norm_weight_D, eps, residual_MO, gated=gated)
+    return _skinny_matmul_triton(x_MD, weight_OD, norm_weight_D, eps, residual_MO, gated=gated)

@@ -41,11 +41,11 @@ def test_decode_attention(group: int, head_dim: int, block_size: int, dtype: tor
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize(("stages", "num_warps"), [(3, 1), (5, 2), (2, 4), (4, 4), (3, 8)])
-def test_decode_attention_in_every_launch_form(num_splits: int, stages: int, num_warps: int) -> None:
+@pytest.mark.parametrize(("tile", "stages", "num_warps"), [(32, 3, 2), (64, 4, 4), (128, 3, 8)])
+def test_decode_attention_in_every_launch_form(num_splits: int, tile: int, stages: int, num_warps: int) -> None:
     checks.check_decode_attention(
         [*EDGES, 32768], group=4, num_kv_heads=8, head_dim=128, block_size=16, device="cuda", dtype=torch.bfloat16,
-        num_splits=num_splits, min_split=128, stages=stages, num_warps=num_warps,
+        num_splits=num_splits, min_split=128, tile=tile, stages=stages, num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)
     matrix = torch.zeros(2048, 3072, dtype=dtype)
     skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
-    skinny_matmul._skinny_matmul_triton(matrix[:1], matrix, None, 0.0, matrix[:1])
+    skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_decode_attention(group: int, head_dim: int, block_size: int) -> None:
     contexts = [1, 15, 16, 17, 33, 0, 100]
     checks.check_decode_attention(
         contexts, group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
-        num_splits=4, min_split=32, num_warps=2,
+        num_splits=4, min_split=32, tile=16,
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_decode_attention(group: int, head_dim: int, block_size: int) -> None:
 def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
     checks.check_decode_attention(
         [1, 64, 65, 300], group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
-        num_splits=num_splits, min_split=16, num_warps=1,
+        num_splits=num_splits, min_split=16, tile=16,
     )  # fmt: skip
 
 
@@ -116,8 +116,14 @@ def test_ties() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "norm", "gated", "residual"),
-    [(1, True, False, False), (3, False, False, True), (8, True, True, False), (16, False, True, True)],
+    [
+        (1, True, False, True),
+        (1, True, True, False),
+        (3, False, False, True),
+        (8, True, True, False),
+        (16, False, True, True),
+    ],
 )
-@pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (640, 48)])
+@pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1280, 48)])
 def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
     checks.check_skinny_matmul(num_rows, size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)

@@ -23,6 +23,7 @@ KERNELS = {
     "_qkv_to_cache_kernel",
     "_best_of_tile_kernel",
     "_best_tile_kernel",
+    "_one_row_kernel",
     "_skinny_matmul_kernel",
 }
 
