@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -136,6 +137,8 @@ def timing_line(outputs: Sequence["RequestOutput"]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. What the user can mend is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanollm").setLevel(logging.INFO)
     try:
         return args.run(args)
     except KeyboardInterrupt:

@@ -1,6 +1,8 @@
 """LLM: the offline API. Text or token ids in, RequestOutputs out."""
 
 import hashlib
+import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -26,6 +28,8 @@ from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanollm")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -74,6 +78,9 @@ class LLM:
             self._executor = Executor(self.config, source, device)
             overlap = device.type != "cpu" if self.config.overlap is None else self.config.overlap
             self._engine = EngineCore(self.config, source.config, self._executor, overlap)
+            logger.info(
+                "%s: %s", os.path.basename(model) if os.path.exists(model) else model, self._executor.runner.describe()
+            )
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
         self._mailboxes: dict[int, deque[RequestOutput | EngineOutput | BaseException]] = {}

@@ -3,8 +3,28 @@
 import torch
 from torch import Tensor
 
-from nanollm.kernels.decode_attention import decode_attention
-from nanollm.kernels.prefill_attention import prefill_attention
+from nanollm.kernels.decode_attention import decode_attention, decode_attention_reference
+from nanollm.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+
+
+def paged_attention_reference(
+    q_TNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_BM: Tensor,
+    query_starts_B1: Tensor,
+    context_lens_B: Tensor,
+    num_decodes: int,
+) -> Tensor:
+    """The definition, on any device; arguments as in paged_attention."""
+    n = num_decodes
+    parts = []
+    if n:
+        parts.append(decode_attention_reference(q_TNH[:n], k_cache, v_cache, block_tables_BM[:n], context_lens_B[:n]))
+    if n < len(context_lens_B):
+        starts_B1, tables_BM = query_starts_B1[n:] - n, block_tables_BM[n:]
+        parts.append(prefill_attention_reference(q_TNH[n:], k_cache, v_cache, tables_BM, starts_B1, context_lens_B[n:]))
+    return torch.cat(parts)
 
 
 def paged_attention(

@@ -36,6 +36,26 @@ def decode_attention_reference(
 
 
 @triton.jit
+def _load_split(
+    lse_SG,
+    partial_SGH,
+    split,
+    num_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+):
+    """A split's log-sum-exp and output, of weight 0 if there is no such split. From L2: others wrote them."""
+    head_G, dim_H = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
+    inside_G = (head_G < GROUP) & (split < num_splits)
+    inside_GH = inside_G[:, None] & (dim_H < HEAD_DIM)[None, :]
+    offset_GH = (split * GROUP + head_G)[:, None] * HEAD_DIM + dim_H[None, :]
+    lse_G = tl.load(lse_SG + split * GROUP + head_G, mask=inside_G, other=float("-inf"), cache_modifier=".cg")
+    return lse_G, tl.load(partial_SGH + offset_GH, mask=inside_GH, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def _combine(
     out_GH,
     partial_SGH,
@@ -43,36 +63,32 @@ def _combine(
     num_splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
 ):
-    """The whole softmax from that of each range: weights in proportion to exp of the range's log-sum-exp."""
-    head_G, dim_H, split_S = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE), tl.arange(0, NUM_SPLITS)
+    """The whole softmax from that of each split: weights in proportion to exp of the split's log-sum-exp."""
+    head_G, dim_H = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
     inside_G = head_G < GROUP
     inside_GH = inside_G[:, None] & (dim_H < HEAD_DIM)[None, :]
     offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
-    # Other multiprocessors wrote these: read them from the L2 cache.
-    all_lse = tl.load(
-        lse_SG + split_S[:, None] * GROUP + head_G[None, :],
-        mask=(split_S < num_splits)[:, None] & inside_G[None, :],
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    top_G = tl.where(inside_G, tl.max(all_lse, 0), 0.0)
-    total_G = tl.where(inside_G, tl.sum(tl.exp2(all_lse - top_G[None, :]), 0), 1.0)
+    top_G = tl.full([GROUP_TILE], -1e30, tl.float32)  # below any; finite, for heads that aren't there
+    total_G = tl.zeros([GROUP_TILE], tl.float32)
     acc_GH = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
     for first in range(0, num_splits, 4):  # four at a time, so that their loads are under way together
-        for i in tl.static_range(4):
-            s = first + i
-            there = s < num_splits
-            lse_G = tl.load(
-                lse_SG + s * GROUP + head_G, mask=there & inside_G, other=float("-inf"), cache_modifier=".cg"
-            )
-            part = partial_SGH + s * GROUP * HEAD_DIM + offset_GH
-            part_GH = tl.load(part, mask=there & inside_GH, other=0.0, cache_modifier=".cg")
-            acc_GH += tl.exp2(lse_G - top_G)[:, None] * part_GH
-    tl.store(out_GH + offset_GH, (acc_GH / total_G[:, None]).to(out_GH.dtype.element_ty), mask=inside_GH)
+        lse_0, part_0 = _load_split(lse_SG, partial_SGH, first, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
+        lse_1, part_1 = _load_split(lse_SG, partial_SGH, first + 1, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
+        lse_2, part_2 = _load_split(lse_SG, partial_SGH, first + 2, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
+        lse_3, part_3 = _load_split(lse_SG, partial_SGH, first + 3, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
+        new_top_G = tl.maximum(top_G, tl.maximum(tl.maximum(lse_0, lse_1), tl.maximum(lse_2, lse_3)))
+        shrink_G = tl.exp2(top_G - new_top_G)
+        share_0, share_1 = tl.exp2(lse_0 - new_top_G), tl.exp2(lse_1 - new_top_G)
+        share_2, share_3 = tl.exp2(lse_2 - new_top_G), tl.exp2(lse_3 - new_top_G)
+        total_G = total_G * shrink_G + (share_0 + share_1) + (share_2 + share_3)
+        acc_GH = acc_GH * shrink_G[:, None] + share_0[:, None] * part_0 + share_1[:, None] * part_1
+        acc_GH += share_2[:, None] * part_2 + share_3[:, None] * part_3
+        top_G = new_top_G
+    acc_GH /= tl.where(inside_G, total_G, 1.0)[:, None]
+    tl.store(out_GH + offset_GH, acc_GH.to(out_GH.dtype.element_ty), mask=inside_GH)
 
 
 @triton.jit
@@ -122,7 +138,7 @@ def _decode_attention_kernel(
     if split >= num_splits:
         return
     top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
-    total_G = tl.zeros([GROUP_PAD], tl.float32)
+    total_GC = tl.zeros([GROUP_PAD, TILE], tl.float32)  # summed over C only at the end: warps would meet for each sum
     acc_GH = tl.zeros([GROUP_PAD, HEAD_TILE], tl.float32)
     for first in tl.range(split * TILE, context, num_splits * TILE, num_stages=STAGES):
         slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
@@ -138,11 +154,12 @@ def _decode_attention_kernel(
         new_top_G = tl.maximum(top_G, tl.max(score_GC, 1) * scale_log2)
         weight_GC = tl.exp2(score_GC * scale_log2 - new_top_G[:, None])
         shrink_G = tl.exp2(top_G - new_top_G)
-        total_G = total_G * shrink_G + tl.sum(weight_GC, 1)
+        total_GC = total_GC * shrink_G[:, None] + weight_GC
         acc_GH = acc_GH * shrink_G[:, None]
         acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH, input_precision="tf32x3")
         top_G = new_top_G
 
+    total_G = tl.sum(total_GC, 1)
     acc_GH /= tl.where(total_G == 0, 1.0, total_G)[:, None]  # 0 where the context is
     pair = row * NUM_KV_HEADS + kv_head
     out_GH = out_BNH + pair * GROUP * HEAD_DIM
@@ -157,7 +174,7 @@ def _decode_attention_kernel(
         tl.debug_barrier()  # all threads have stored before one of them says so
         if tl.atomic_add(arrived_BK + pair, 1, sem="acq_rel") == num_splits - 1:
             tl.store(arrived_BK + pair, 0)  # for the next launch
-            _combine(out_GH, partial_SGH, lse_SG, num_splits, GROUP, HEAD_DIM, NUM_SPLITS, GROUP_TILE, HEAD_TILE)
+            _combine(out_GH, partial_SGH, lse_SG, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
 
 
 @triton.jit

@@ -214,7 +214,7 @@ def tiles_for(
     row_bytes = power_of_2(head_dim) * dtype.itemsize
     choices = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)]
     if copies_tiles(head_dim, block_size, dtype, gpu):
-        long = block_size >= 128 and tokens_per_row > 2048
+        long = block_size >= 128 and tokens_per_row >= 2048
         choices = [(128, 128, 8, 3), (128, 64, 8, 2)] if long else [(64, 64, 4, 3), (64, 64, 4, 2)]
     elif gpu.capability[0] == 9:
         choices = [(128, 128, 8, 2), *choices]

@@ -1,11 +1,13 @@
 """Self-attention over the paged KV cache, split over ranks by heads."""
 
+import torch
 from torch import Tensor, nn
 
 from nanollm.config import ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.attention import paged_attention
+from nanollm.kernels.attention import paged_attention, paged_attention_reference
+from nanollm.kernels.backend import HAS_TRITON
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -22,6 +24,7 @@ class Attention(nn.Module):
 
     k_cache: Tensor
     v_cache: Tensor
+    backend = "triton"  # or "torch", the definition; on the CPU they are the same
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class Attention(nn.Module):
             self.k_cache,
             self.v_cache,
         )
-        out_TNH = paged_attention(
+        attend = paged_attention if self.backend == "triton" else paged_attention_reference
+        out_TNH = attend(
             q_TNH,
             self.k_cache,
             self.v_cache,
@@ -58,6 +62,25 @@ class Attention(nn.Module):
             batch.num_decodes,
         )
         return self.o_proj(out_TNH.flatten(1), residual_TD)
+
+
+def attention_backend(wanted: str, device: torch.device) -> tuple[str, str]:
+    """The backend to use ("triton" or "torch") and why; ValueError if what is wanted doesn't run here."""
+    if device.type != "cuda" or not HAS_TRITON:
+        lacking = "there is no GPU" if device.type != "cuda" else "Triton is not installed"
+        if wanted == "triton":
+            raise ValueError(f"attention_backend 'triton' can't be used: {lacking}; use 'auto' or 'torch'")
+        return "torch", lacking
+    return (
+        ("torch", "as asked for") if wanted == "torch" else ("triton", "as asked for" if wanted != "auto" else "ours")
+    )
+
+
+def use_attention_backend(model: nn.Module, backend: str) -> None:
+    """Make every Attention of the model use this backend."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.backend = backend
 
 
 def bind_kv_cache(model: nn.Module, kv_cache: Tensor) -> None:

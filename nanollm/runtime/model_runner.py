@@ -11,7 +11,7 @@ from torch import Tensor
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.layers.attention import bind_kv_cache
+from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
 from nanollm.layers.sampler import sample
 from nanollm.models.loader import load_weights
 from nanollm.models.registry import MODELS
@@ -96,7 +96,10 @@ class ModelRunner:
         self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
         sizes = capture_sizes(num_rows) if device.type == "cuda" else []
         self.decode = DecodeSteps(self.model, self.rows, tp, num_rows, sizes)
-        self.captured = sizes if tp.capturable and not config.enforce_eager else []
+        self.attention_backend, self.attention_why = attention_backend(config.attention_backend, device)
+        use_attention_backend(self.model, self.attention_backend)
+        capturable = tp.capturable and self.attention_backend == "triton"
+        self.captured = sizes if capturable and not config.enforce_eager else []
         available = CPU_CACHE_BYTES
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -146,6 +149,16 @@ class ModelRunner:
             params=EMPTY,
         )
         self.launch(plan).wait(config.step_timeout, check)
+
+    def describe(self) -> str:
+        """One line for the log: what runs, how, and how much fits."""
+        graphs = f"CUDA graphs of {len(self.captured)} batch sizes" if self.captured else "no CUDA graphs"
+        tokens = self.num_kv_blocks * self.block_size
+        return (
+            f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, tensor "
+            f"parallel {self.tp.size}; {self.attention_backend} attention ({self.attention_why}); {graphs}; KV cache "
+            f"{tokens} tokens, {tokens / self.max_model_len:.1f} sequences of max_model_len {self.max_model_len}"
+        )
 
     @torch.inference_mode()
     def _graph_bytes(self) -> int:
