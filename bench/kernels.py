@@ -1,6 +1,6 @@
 """Every GPU kernel against its floor, its plain definition and, for attention, FlashAttention 3 where it is installed.
 
-    python bench/kernels.py [--only decode prefill ...] [--tune] [--out bench/out]
+    python bench/kernels.py [--only decode skinny ...] [--tune] [--out bench/out]
 
 Prints a table and writes kernels.json and kernels.png. Times are medians of CUDA-graph replays over inputs that take
 turns and together exceed the L2 cache. Floor: bytes that must move over --bandwidth, or operations over --tflops,
@@ -299,8 +299,7 @@ def sampling_cases() -> Iterator[Case]:
         yield Case(f"best_candidate {rows} rows, temperature {temperature}", num_bytes, 0, len(logits), calls)
 
 
-def tuning_cases() -> Iterator[Case]:
-    """Variants of the launches, each as a label."""
+def decode_variants() -> Iterator[Case]:
     for name, (rows, group) in DECODES.items():
         inputs = Attention(rows, group)
         pairs = len(rows) * inputs.num_kv_heads
@@ -314,6 +313,9 @@ def tuning_cases() -> Iterator[Case]:
         }
         calls["default"] = inputs.decode()
         yield inputs.case(name, calls)
+
+
+def prefill_variants() -> Iterator[Case]:
     for name, (rows, group) in PREFILLS.items():
         for block_size in (16, 64, 128):
             inputs = Attention(rows, group, block_size=block_size)
@@ -322,6 +324,9 @@ def tuning_cases() -> Iterator[Case]:
                 tiles = [(64, 64, 4, 3), (128, 128, 8, 3)]
                 calls |= {" ".join(map(str, tile)): inputs.prefill(tiles=tile, by_copy_engine=True) for tile in tiles}
             yield inputs.case(f"{name} block {block_size}", calls)
+
+
+def skinny_variants() -> Iterator[Case]:
     for name in SKINNY:
         for num_rows in (1, 2, 16):
             inputs_ = Skinny(num_rows, name)
@@ -351,6 +356,11 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "skinny": skinny_cases,
     "sampling": sampling_cases,
 }
+VARIANTS: dict[str, Callable[[], Iterator[Case]]] = {
+    "decode": decode_variants,
+    "prefill": prefill_variants,
+    "skinny": skinny_variants,
+}
 
 
 def measure_gpu() -> tuple[float, float]:
@@ -378,7 +388,9 @@ def draw(cases: list[Case], floors: list[float], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--tune", action="store_true", help="time variants of the attention launches instead")
+    parser.add_argument(
+        "--tune", action="store_true", help="time variants of the launches instead, where there are any"
+    )
     parser.add_argument("--bandwidth", type=float, default=4.15, help="TB/s (default: an H200's, measured)")
     parser.add_argument("--tflops", type=float, default=790, help="bf16 TFLOP/s (default: an H200's, measured)")
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
@@ -388,7 +400,8 @@ def main() -> None:
     bandwidth, tflops = measure_gpu()
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth:.2f} TB/s, matmul {tflops:.0f} TFLOP/s")
     cases, floors = [], []
-    for case in tuning_cases() if args.tune else (case for name in args.only for case in CASES[name]()):
+    source = VARIANTS if args.tune else CASES
+    for case in (case for name in args.only if name in source for case in source[name]()):
         floor = case.floor(args.bandwidth, args.tflops)
         for label, call in case.calls.items():
             try:

