@@ -226,8 +226,17 @@ def test_generation_runs_to_the_end_of_the_context(overlap: bool, max_tokens: in
     assert (len(engine.tokens[request]), engine.outputs[request].finish_reason) == (8, "length")
     with pytest.raises(ValueError, match="prompt has 20 tokens, but max_model_len is 20"):
         engine.add(prompt(20))
-    last = engine.add(prompt(20), all_logits=True, max_tokens=1)
-    run_alone_and_check(engine, last)
+
+
+@both
+@pytest.mark.parametrize("chunk", [0, 19])  # 19 leaves the last token alone in its step
+def test_a_prompt_as_long_as_the_context_still_gives_its_logits(overlap: bool, chunk: int) -> None:
+    engine = Engine(max_model_len=20, overlap=overlap, long_prefill_token_threshold=chunk)
+    request = engine.add(prompt(20), all_logits=True, max_tokens=1)
+    run_alone_and_check(engine, request)
+    assert len(engine.tokens[request]) == 1
+    with pytest.raises(ValueError, match="prompt has 21 tokens, but max_model_len is 20"):
+        engine.add(prompt(21), all_logits=True)
 
 
 @both
