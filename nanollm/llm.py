@@ -175,8 +175,10 @@ class LLM:
     def close(self) -> None:
         """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
         with self._lock:
-            self._engine.reset()
-            self._executor.close()
+            try:
+                self._engine.reset()
+            finally:
+                self._executor.close()
 
     def __enter__(self) -> "LLM":
         return self

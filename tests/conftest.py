@@ -14,7 +14,7 @@ import transformers
 
 from nanollm import LLM
 
-torch.set_num_threads(min(torch.get_num_threads(), 4))
+torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait spin on a busy machine
 transformers.logging.disable_progress_bar()
 
 VOCAB_SIZE = 300
