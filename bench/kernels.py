@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanollm.kernels.decode_attention import _decode_attention_triton, decode_attention
+from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
 from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
@@ -109,12 +109,10 @@ class Attention:
         visible = sum(query * context - query * (query - 1) // 2 for query, context in self.rows)
         self.num_operations = 4 * self.head_dim * self.num_kv_heads * self.group * visible
 
-    def decode(self, **options: Any) -> Call:
-        if not options:
+    def decode(self, launch: Launch | None = None) -> Call:
+        if launch is None:
             return lambda i: decode_attention(self.q, *self.caches[i], self.table, self.contexts, out=self.out)
-        return lambda i: _decode_attention_triton(
-            self.out, self.q, *self.caches[i], self.table, self.contexts, **options
-        )
+        return lambda i: _decode_attention_triton(self.out, self.q, *self.caches[i], self.table, self.contexts, launch)
 
     def prefill(self, **options: Any) -> Call:
         arguments = (self.table, self.starts, self.contexts)
@@ -303,11 +301,11 @@ def decode_variants() -> Iterator[Case]:
     for name, (rows, group) in DECODES.items():
         inputs = Attention(rows, group)
         pairs = len(rows) * inputs.num_kv_heads
-        splits = [(1, 1), (2, 2048)] if pairs > 128 else [(2, 128), (4, 128), (8, 128)]
+        splits = [(1, 2048), (2, 2048)] if pairs > 128 else [(2, 128), (4, 128), (8, 128)]
         variants = itertools.product(splits, [(64, 3, 4), (64, 4, 4), (128, 3, 8)])
         calls = {
             f"s{num_splits} m{min_split} t{tile} p{stages} w{warps}": inputs.decode(
-                num_splits=num_splits, min_split=min_split, tile=tile, stages=stages, num_warps=warps
+                Launch(num_splits, min_split, tile, stages, warps)
             )
             for (num_splits, min_split), (tile, stages, warps) in variants
         }

@@ -3,6 +3,7 @@
 
 import functools
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -184,28 +185,39 @@ def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0)
 
 
-def splits_for(num_rows: int, num_kv_heads: int, gpu: Gpu) -> tuple[int, int, int]:
-    """(programs a long row is split over, a power of two; tokens worth a program of their own; stages), as measured.
+@dataclass(frozen=True)
+class Launch:
+    """num_splits: programs a long row is split over; min_split: tokens worth a program of their own."""
 
-    Enough programs to fill the GPU if all rows are long. From the bucket's rows alone, never from contexts, so that a
-    row's result doesn't depend on its neighbours' lengths.
+    num_splits: int
+    min_split: int
+    tile: int
+    stages: int
+    num_warps: int
+
+
+def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Launch:
+    """How to launch a bucket, as measured on an H200.
+
+    Enough programs to fill the GPU if all rows are long; few more, since even those that leave at once cost time. From
+    the bucket's rows alone, never from contexts, so that a row's result doesn't depend on its neighbours' lengths.
     """
     pairs = max(num_rows * num_kv_heads, 1)
-    if pairs > 4 * gpu.num_sms:
-        return 1, 1, 3  # programs that leave at once would cost more than a better balance gains
-    num_splits = power_of_2(min(2 * gpu.num_sms // pairs, 16) + 1) // 2
-    if num_splits <= 1:
-        return 2, 2048, 4
-    return num_splits, 128, 4 if num_splits * pairs > gpu.num_sms else 3
-
-
-def tile_for(head_dim: int, dtype: torch.dtype, stages: int, gpu: Gpu) -> int:
-    """Tokens a tile: 64 unless the shared memory is too small for the tiles of K and V under way."""
-    row_bytes = 2 * power_of_2(head_dim) * dtype.itemsize
-    tile = 64
-    while tile > 16 and stages * tile * row_bytes > gpu.shared_bytes - 8 * 1024:
-        tile //= 2
-    return tile
+    if pairs <= gpu.num_sms:
+        wanted = min(gpu.num_sms // pairs, max(64 // pairs, 8), 32)
+        num_splits = power_of_2(wanted + 1) // 2
+        launch = Launch(num_splits, 128, 128, 3, 8) if num_splits > 1 else Launch(2, 2048, 128, 3, 8)
+    elif pairs <= 2 * gpu.num_sms:
+        launch = Launch(2, 2048, 64, 4, 4)
+    else:
+        launch = Launch(2 if pairs <= 4 * gpu.num_sms else 1, 2048, 64, 3, 4)
+    row_bytes = 2 * power_of_2(head_dim) * dtype.itemsize  # K and V of a token
+    room = gpu.shared_bytes - (40 if dtype == torch.float32 else 16) * 1024
+    while (launch.stages - 1) * launch.tile * row_bytes > room and launch.tile > 16:
+        launch = replace(launch, tile=launch.tile // 2, num_warps=4)
+    if (launch.stages - 1) * launch.tile * row_bytes > room:
+        launch = replace(launch, stages=2)
+    return launch
 
 
 @functools.cache
@@ -221,22 +233,16 @@ def _decode_attention_triton(
     v_cache: Tensor,
     block_tables_BM: Tensor,
     context_lens_B: Tensor,
-    *,
-    num_splits: int | None = None,
-    min_split: int | None = None,
-    stages: int | None = None,
-    tile: int | None = None,
-    num_warps: int = 4,
+    launch: Launch | None = None,
 ) -> None:
     num_rows, num_heads, head_dim = q_BNH.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     device = q_BNH.device
-    chosen = splits_for(num_rows, num_kv_heads, gpu(device))
-    num_splits, min_split, stages = num_splits or chosen[0], min_split or chosen[1], stages or chosen[2]
-    tile = tile or tile_for(head_dim, k_cache.dtype, stages, gpu(device))
     if not num_rows:
         return
+    launch = launch or launch_for(num_rows, num_kv_heads, head_dim, k_cache.dtype, gpu(device))
+    num_splits = launch.num_splits
     partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(num_rows * num_heads * num_splits, dtype=torch.float32, device=device)
     _decode_attention_kernel[(num_kv_heads, num_rows, num_splits)](
@@ -258,13 +264,13 @@ def _decode_attention_triton(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         NUM_SPLITS=num_splits,
-        MIN_SPLIT=min_split,
+        MIN_SPLIT=launch.min_split,
         GROUP_PAD=max(power_of_2(group), 16),  # what tl.dot takes
         GROUP_TILE=power_of_2(group),
         HEAD_TILE=max(power_of_2(head_dim), 16),
-        TILE=tile,
-        STAGES=stages,
-        num_warps=num_warps,
+        TILE=launch.tile,
+        STAGES=launch.stages,
+        num_warps=launch.num_warps,
         **overlap(device),
     )
 

@@ -20,8 +20,13 @@ MAX_ROWS = 16
 
 
 def suits_skinny_matmul(num_rows: int, weight_OD: Tensor) -> bool:
-    """Whether skinny_matmul beats the library's matmul with separate kernels around it: few rows, on a GPU."""
-    return 1 <= num_rows <= MAX_ROWS and runs_triton(weight_OD) and len(weight_OD) % 32 == 0
+    """Whether skinny_matmul beats the library's matmul with separate kernels around it, as measured on an H200.
+
+    One row: always. More: where there are few outputs, which the library has too few programs for.
+    """
+    if not runs_triton(weight_OD) or len(weight_OD) % 32:
+        return False
+    return num_rows == 1 or (1 < num_rows <= MAX_ROWS and len(weight_OD) <= 2048)
 
 
 def skinny_matmul_reference(
@@ -272,13 +277,6 @@ def _skinny_matmul_triton(
         **overlap(x_MD.device),
     )
     return y_MO
-
-
-def is_skinny(num_rows: int, size_out: int, *, norm: bool = False, gated: bool = False) -> bool:
-    """Whether skinny_matmul is faster than cuBLAS with norm, gate and residual in kernels of their own, on an H200."""
-    if num_rows > MAX_ROWS or size_out % 16:
-        return False
-    return num_rows == 1 or (size_out <= 2048 and not norm and not gated)
 
 
 def skinny_matmul(

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from nanollm.kernels.attention import paged_attention
-from nanollm.kernels.decode_attention import decode_attention, decode_attention_reference
+from nanollm.kernels.decode_attention import Launch, decode_attention, decode_attention_reference
 from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
@@ -44,8 +44,8 @@ def test_decode_attention(group: int, head_dim: int, block_size: int, dtype: tor
 @pytest.mark.parametrize(("tile", "stages", "num_warps"), [(32, 3, 2), (64, 4, 4), (128, 3, 8)])
 def test_decode_attention_in_every_launch_form(num_splits: int, tile: int, stages: int, num_warps: int) -> None:
     checks.check_decode_attention(
-        [*EDGES, 32768], group=4, num_kv_heads=8, head_dim=128, block_size=16, device="cuda", dtype=torch.bfloat16,
-        num_splits=num_splits, min_split=128, tile=tile, stages=stages, num_warps=num_warps,
+        [*EDGES, 32768], Launch(num_splits, 128, tile, stages, num_warps),
+        group=4, num_kv_heads=8, head_dim=128, block_size=16, device="cuda", dtype=torch.bfloat16,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import tl, triton
-from nanollm.kernels.decode_attention import _decode_attention_triton
+from nanollm.kernels.decode_attention import Launch, _decode_attention_triton
 from nanollm.kernels.embedding import _embedding_triton
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
@@ -79,8 +79,8 @@ def attention_oracle(q_QNH: Tensor, k_cache: Tensor, v_cache: Tensor, table_M: T
 
 
 def check_decode_attention(
-    context_lens: list[int], *, group: int, num_kv_heads: int, head_dim: int, block_size: int, device: str,
-    dtype: torch.dtype, **options: Any,
+    context_lens: list[int], launch: Launch | None = None, *, group: int, num_kv_heads: int, head_dim: int,
+    block_size: int, device: str, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     k_cache, v_cache, tables_BM = paged_cache(context_lens, block_size, num_kv_heads, head_dim, device, dtype)
@@ -91,7 +91,7 @@ def check_decode_attention(
     runs = []
     for _ in range(2):  # the second finds the arrival counts that the first left
         out_BNH = torch.full(q_BNH.shape, float("nan"), device=device, dtype=dtype)
-        _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, tables_BM, lens_B, **options)
+        _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, tables_BM, lens_B, launch)
         runs.append(out_BNH)
     assert torch.equal(*runs)
     for row, context in enumerate(context_lens):

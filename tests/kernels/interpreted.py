@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from nanollm.kernels.decode_attention import Launch
 from tests.kernels import checks
 
 torch.set_num_threads(1)
@@ -32,16 +33,16 @@ ON_CPU = {"device": "cpu", "dtype": torch.float32}
 def test_decode_attention(group: int, head_dim: int, block_size: int) -> None:
     contexts = [1, 16, 17, 0, 70]
     checks.check_decode_attention(
-        contexts, group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
-        num_splits=4, min_split=32, tile=16,
+        contexts, Launch(num_splits=4, min_split=32, tile=16, stages=3, num_warps=4),
+        group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, **ON_CPU,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 16])
 def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
     checks.check_decode_attention(
-        [1, 65, 200], group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
-        num_splits=num_splits, min_split=16, tile=16,
+        [1, 65, 200], Launch(num_splits, min_split=16, tile=16, stages=3, num_warps=4),
+        group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
     )  # fmt: skip
 
 
