@@ -43,6 +43,8 @@ def paged_attention(
     num_decodes: the first rows, of one query each: they go together, through the kernel that is made for them.
     Lengths and tables are int32. Softmax scale: H ** -0.5.
     """
+    if num_decodes == len(context_lens_B):
+        return decode_attention(q_TNH, k_cache, v_cache, block_tables_BM, context_lens_B)
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     first, rest = slice(num_decodes), slice(num_decodes, None)
     if num_decodes:

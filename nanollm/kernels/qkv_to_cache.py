@@ -13,7 +13,7 @@ _HEADS = 8  # heads a program
 def apply_rope(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + H/2]) by the token's angles (Su et al., 2021). cos, sin: float32 [T, H/2]."""
     first, second = x_TNH.float().chunk(2, dim=-1)
-    cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
+    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
     rotated = torch.cat((first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R), dim=-1)
     return rotated.to(x_TNH.dtype)
 
@@ -32,14 +32,18 @@ def qkv_to_cache_reference(
     """The definition; arguments as in qkv_to_cache."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
     qkv_TXH = qkv_TX.unflatten(-1, (-1, head_dim))
-    q_TNH, k_TKH, v_TKH = qkv_TXH.split([qkv_TXH.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    num_heads = qkv_TXH.shape[1] - 2 * num_kv_heads
+    qk_TXH, v_TKH = qkv_TXH[:, :-num_kv_heads], qkv_TXH[:, -num_kv_heads:].nan_to_num(0.0, 0.0, 0.0)
     if q_norm_H is not None and k_norm_H is not None:
-        q_TNH, k_TKH = rms_norm_reference(q_TNH, q_norm_H, eps), rms_norm_reference(k_TKH, k_norm_H, eps)
-    cos_TR, sin_TR = rope_PH[positions_T].chunk(2, dim=-1)
-    q_TNH, k_TKH = apply_rope(q_TNH, cos_TR, sin_TR), apply_rope(k_TKH, cos_TR, sin_TR)
-    kept_T = slots_T >= 0
-    k_cache.view(-1, num_kv_heads, head_dim)[slots_T[kept_T]] = k_TKH[kept_T]
-    v_cache.view(-1, num_kv_heads, head_dim)[slots_T[kept_T]] = torch.where(v_TKH.isfinite(), v_TKH, 0)[kept_T]
+        q_TNH, k_TKH = qk_TXH[:, :num_heads], qk_TXH[:, num_heads:]
+        qk_TXH = torch.cat((rms_norm_reference(q_TNH, q_norm_H, eps), rms_norm_reference(k_TKH, k_norm_H, eps)), dim=1)
+    qk_TXH = apply_rope(qk_TXH, *rope_PH.index_select(0, positions_T).chunk(2, dim=-1))
+    q_TNH, k_TKH = qk_TXH[:, :num_heads], qk_TXH[:, num_heads:]
+    if len(slots_T) and int(slots_T.min()) < 0:
+        kept_T = slots_T >= 0
+        slots_T, k_TKH, v_TKH = slots_T[kept_T], k_TKH[kept_T], v_TKH[kept_T]
+    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots_T, k_TKH)
+    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots_T, v_TKH)
     return q_TNH
 
 

@@ -1,7 +1,5 @@
 """RMSNorm as a layer: it only says which norm comes next; the layer that reads the Hidden computes it."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -18,7 +16,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Hidden) -> Hidden:
-        return replace(hidden, norm_weight_D=self.weight, norm_eps=self.eps)
+        return Hidden(hidden.residual_TD, hidden.pending_TD, self.weight, self.eps)
 
     def tensor_parts(self, path: str) -> list[TensorPart]:
         return [whole(f"{path}.weight", self.weight)]

@@ -12,6 +12,7 @@ from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
+from nanollm.layers.linear import LinearBase
 from nanollm.layers.sampler import sample
 from nanollm.models.loader import load_weights
 from nanollm.models.registry import MODELS
@@ -92,6 +93,8 @@ class ModelRunner:
         checkpoint = source.open_checkpoint(shapes, seed=config.seed, dtype=self.dtype, device=device)
         load_weights(self.model, checkpoint, show_progress=tp.rank == 0)
         checkpoint.close()
+        if device.type == "cpu":
+            store_by_columns(self.model)
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
         sizes = capture_sizes(num_rows) if device.type == "cuda" else []
@@ -194,6 +197,13 @@ class ModelRunner:
         if len(plan.logit_rows_L) == num_sampled:
             return ids_S, None
         return ids_S, self.model.lm_head.gather(logits_r[num_sampled:])
+
+
+def store_by_columns(model: torch.nn.Module) -> None:
+    """Lay the weights of linear layers out column by column, with which the CPU's BLAS multiplies a few rows faster."""
+    for layer in model.modules():
+        if isinstance(layer, LinearBase):
+            layer.weight.data = layer.weight.t().contiguous().t()
 
 
 def _to_host(x: Tensor) -> Tensor:
