@@ -18,7 +18,7 @@ except ImportError:
         """Lets a kernel file load without Triton, which then runs nothing but the definitions."""
 
         def __getattr__(self, name: str) -> Any:
-            return lambda function: function  # the decorator triton.jit, the annotation tl.constexpr
+            return lambda *given, **options: given[0] if given else self.jit  # triton.jit, tl.constexpr
 
     triton = tl = _Absent()  # type: ignore[assignment]
     HAS_TRITON = False
@@ -28,6 +28,8 @@ try:
 except ImportError:  # Triton before 3.3
     gdc_launch_dependents = gdc_wait = None
 
+# Steps slice the lengths and tables of their rows anywhere: kernels that read them one by one are marked so that
+# Triton compiles no variant for each alignment, in the middle of serving.
 __all__ = ["Gpu", "gdc_launch_dependents", "gdc_wait", "gpu", "overlap", "power_of_2", "runs_triton", "tl", "triton"]
 
 

@@ -92,7 +92,7 @@ def _combine(
     tl.store(out_GH + offset_GH, acc_GH.to(out_GH.dtype.element_ty), mask=inside_GH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["block_tables_BM", "context_lens_B"])
 def _decode_attention_kernel(
     out_BNH,
     partial_BKSGH,

@@ -17,7 +17,7 @@ def embedding_reference(token_ids_T: Tensor, weight_VD: Tensor, first_id: int, n
     return F.embedding(torch.where(mine_T, local_T, 0), weight_VD).masked_fill(~mine_T[:, None], 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_ids_T"])
 def _embedding_kernel(out_TD, token_ids_T, weight_VD, first_id, num_ids, size, TILE: tl.constexpr, PDL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column_D = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -120,7 +120,10 @@ def _attend_tile(
     return new_top_M, total_M, acc_MH
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["block_tables_BM", "query_starts_B1", "context_lens_B"],
+)
 def _prefill_attention_kernel(
     out_TNH,
     q_TNH,

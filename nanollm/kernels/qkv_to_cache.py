@@ -47,7 +47,7 @@ def qkv_to_cache_reference(
     return q_TNH
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_T", "slots_T"])
 def _qkv_to_cache_kernel(
     q_TNH,
     k_cache,

@@ -105,7 +105,7 @@ def _log2(x, FAST: tl.constexpr):
         return tl.log2(x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_S", "seed_S", "choice_S", "position_S"])
 def _best_of_tile_kernel(
     value_ST,
     id_ST,
