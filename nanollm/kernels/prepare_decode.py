@@ -137,16 +137,7 @@ def _prepare_decode_kernel(
         tl.store(block_tables_BM + b * num_columns + m, blocks, mask=m <= column)
 
 
-def prepare_decode(words_BW: Tensor, state: DecodeState, inputs: DecodeInputs, block_size: int) -> None:
-    """Fill `inputs` for a step of one token a row, and put new blocks in the rows' block tables.
-
-    words_BW: int32 [B, 4]: row (-1 for padding), tokens already computed, the token if the host knows it or -1 if it is
-    the one sampled last in the row, and a new block for it or -1. Reads and writes a few words a row, and the used part
-    of each block table.
-    """
-    if not runs_triton(words_BW):
-        prepare_decode_reference(words_BW, state, inputs, block_size)
-        return
+def _prepare_decode_triton(words_BW: Tensor, state: DecodeState, inputs: DecodeInputs, block_size: int) -> None:
     _prepare_decode_kernel[(len(words_BW),)](
         words_BW,
         state.block_table_RM,
@@ -170,3 +161,14 @@ def prepare_decode(words_BW: Tensor, state: DecodeState, inputs: DecodeInputs, b
         BLOCK_SIZE=block_size,
         TILE=256,
     )
+
+
+def prepare_decode(words_BW: Tensor, state: DecodeState, inputs: DecodeInputs, block_size: int) -> None:
+    """Fill `inputs` for a step of one token a row, and put new blocks in the rows' block tables.
+
+    words_BW: int32 [B, 4]: row (-1 for padding), tokens already computed, the token if the host knows it or -1 if it is
+    the one sampled last in the row, and a new block for it or -1. Reads and writes a few words a row, and of block
+    tables, on a GPU, only what is in use.
+    """
+    run = _prepare_decode_triton if runs_triton(words_BW) else prepare_decode_reference
+    run(words_BW, state, inputs, block_size)

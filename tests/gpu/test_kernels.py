@@ -226,3 +226,8 @@ def test_kernels_that_follow_each_other_see_what_the_one_before_wrote() -> None:
         captured = chain()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in itertools.pairwise([*results, captured]))
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (256, 2561, 16)])
+def test_prepare_decode(num_rows: int, num_columns: int, block_size: int) -> None:
+    checks.check_prepare_decode(num_rows, num_columns, block_size, "cuda")

@@ -13,6 +13,13 @@ from nanollm.kernels.backend import tl, triton
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton
 from nanollm.kernels.embedding import _embedding_triton
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
+from nanollm.kernels.prepare_decode import (
+    NEW_BLOCK,
+    DecodeInputs,
+    DecodeState,
+    _prepare_decode_triton,
+    prepare_decode_reference,
+)
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.sampling import (
@@ -256,3 +263,35 @@ def check_skinny_matmul(
     )
     for y in ys:
         assert_close(y, expected, 2 * TOLERANCE[dtype])  # what is normed is rounded too
+
+
+def check_prepare_decode(num_rows: int, num_columns: int, block_size: int, device: str) -> None:
+    """Integers, so exactly the definition's; every third row is padding, some get a new block or a host token."""
+
+    def state() -> DecodeState:
+        generator = torch.Generator().manual_seed(num_rows)
+        table = torch.randint(0, 1000, (num_rows + 1, num_columns), generator=generator, dtype=torch.int32)
+        last, seed, choice = torch.randint(-(2**40), 2**40, (3, num_rows + 1), generator=generator)
+        return DecodeState(*(x.to(device) for x in (table, last, torch.rand(num_rows + 1), seed, choice)))
+
+    row = torch.randperm(num_rows)
+    words = torch.stack((row, torch.randint(0, num_columns * block_size, (num_rows,)), row * 7, row + 2000), 1).int()
+    words[torch.rand(num_rows) < 0.5, 2] = -1
+    words[torch.rand(num_rows) < 0.5, NEW_BLOCK] = -1
+    words[2::3] = torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ours = state()
+        torch.manual_seed(0)
+        theirs = state()
+    filled, expected = DecodeInputs.empty(num_rows, ours), DecodeInputs.empty(num_rows, theirs)
+    _prepare_decode_triton(words.to(device), ours, filled, block_size)
+    prepare_decode_reference(words.to(device), theirs, expected, block_size)
+    for name, value in vars(expected).items():
+        out = getattr(filled, name)
+        if name == "block_tables_BM":  # what lies beyond the context is nobody's
+            used = torch.arange(num_columns, device=device) <= (expected.positions_B // block_size)[:, None]
+            out, value = out.where(used, 0), value.where(used, 0)
+        assert torch.equal(out, value), name
+    real = slice(0, num_rows)  # the scratch row takes any padding's last write
+    assert torch.equal(ours.block_table_RM[real], theirs.block_table_RM[real])

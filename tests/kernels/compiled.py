@@ -18,6 +18,7 @@ from nanollm.kernels import (
     decode_attention,
     embedding,
     prefill_attention,
+    prepare_decode,
     qkv_to_cache,
     rms_norm,
     sampling,
@@ -78,6 +79,9 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     sampling._best_candidate_triton(x, torch.zeros(16), long, long, long)
     cache, norm = torch.zeros(2, 16, 8, 128, dtype=dtype), weight[:128]
     qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)
+    table = torch.zeros(17, 4, dtype=torch.int32)
+    state = prepare_decode.DecodeState(table, long, torch.zeros(17), long, long)
+    prepare_decode._prepare_decode_triton(table[:16], state, prepare_decode.DecodeInputs.empty(16, state), 16)
     matrix = torch.zeros(2048, 3072, dtype=dtype)
     skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
     skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)

@@ -128,3 +128,8 @@ def test_ties() -> None:
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1280, 48)])
 def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
     checks.check_skinny_matmul(num_rows, size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (9, 300, 64)])
+def test_prepare_decode(num_rows: int, num_columns: int, block_size: int) -> None:
+    checks.check_prepare_decode(num_rows, num_columns, block_size, "cpu")
