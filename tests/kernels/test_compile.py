@@ -25,6 +25,7 @@ KERNELS = {
     "_best_tile_kernel",
     "_one_row_kernel",
     "_skinny_matmul_kernel",
+    "_prepare_decode_kernel",
 }
 
 
