@@ -23,7 +23,10 @@ def mlp_split(intermediate_size: int, tp: int) -> list[range]:
     while intermediate_size % unit or intermediate_size // unit < tp:
         unit //= 2
         if not unit:
-            raise ValueError(f"intermediate_size {intermediate_size} can't be split over {tp} ranks")
+            raise ValueError(
+                f"intermediate_size {intermediate_size} can't be split over {tp} ranks: give tensor_parallel_size 1 to "
+                f"{intermediate_size}"
+            )
     return even_split(intermediate_size, tp, unit)
 
 
