@@ -1,23 +1,38 @@
 """TPGroup: every communication between tensor-parallel ranks is a method of it."""
 
+import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+
+_PIECE = timedelta(seconds=0.1)  # how long to wait without listening to signals
+_worlds = itertools.count()  # groups that this process has made in a launcher's store
 
 
 class TPGroup:
-    """The ranks that share one model. At size 1 every method returns its input and no process group exists."""
+    """The ranks that share one model. At size 1 every method returns its input and no process group exists.
 
-    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    timeout: seconds that gloo's collectives wait for another rank before they raise TimeoutError.
+    check: called while they wait; may raise.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, timeout: float = 300.0
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.timeout = timeout
+        self.check: Callable[[], None] = lambda: None
         self._group = group
+        self._is_gloo = group is not None and dist.get_backend(group) == "gloo"
         self._owns_world = False
 
     @staticmethod
@@ -30,26 +45,27 @@ class TPGroup:
         (torchrun) says. A process group that the program made itself is used and left as it was found.
         """
         owns_world = not dist.is_initialized()
-        if owns_world:
-            init_method = "env://" if store_path is None else f"file://{store_path}"
-            with _loopback() if store_path is not None else nullcontext():
-                dist.init_process_group(
-                    backend, init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-                )
-        mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("dp", "tp"))
-        group = TPGroup(rank, size, mesh.get_group("tp"))
-        group._owns_world = owns_world
-        return group
+        limit = timedelta(seconds=timeout)
+        with nullcontext() if store_path is None else _loopback():
+            if owns_world:
+                _make_world(rank, size, backend, limit, store_path)
+            mesh = torch.arange(size).view(1, size)  # axes dp, tp
+            # Groups of our own, since the program's may have another backend and timeout.
+            groups = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in mesh.tolist()]
+        tp = TPGroup(rank, size, groups[0], timeout)
+        tp._owns_world = owns_world
+        tp.all_reduce(torch.zeros(1, device=device))  # NCCL connects now, not in the first step
+        return tp
 
     @property
     def capturable(self) -> bool:
         """Whether CUDA graphs can record these collectives: they must run on the GPU alone."""
-        return self._group is None or dist.get_backend(self._group) == "nccl"
+        return not self._is_gloo
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, bitwise the same on each; may overwrite x."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._group)
+            self._finish(dist.all_reduce(x, group=self._group, async_op=self._is_gloo))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -57,7 +73,7 @@ class TPGroup:
         if self.size == 1:
             return x[None]
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
+        self._finish(dist.all_gather(parts, x.contiguous(), group=self._group, async_op=self._is_gloo))
         return torch.stack(parts)
 
     def gather(self, x: Tensor) -> Tensor | None:
@@ -65,23 +81,40 @@ class TPGroup:
         if self.size == 1:
             return x[None]
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.gather(x.contiguous(), parts if self.rank == 0 else None, group=self._group, group_dst=0)
+        received = parts if self.rank == 0 else None
+        self._finish(dist.gather(x.contiguous(), received, group=self._group, group_dst=0, async_op=self._is_gloo))
         return torch.stack(parts) if self.rank == 0 else None
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; overwrites x."""
         if self.size > 1:
-            dist.broadcast(x, group=self._group, group_src=0)
+            self._finish(dist.broadcast(x, group=self._group, group_src=0, async_op=self._is_gloo))
         return x
 
     def leave(self, *, abort: bool = False) -> None:
         """Undo join. abort: peers may be gone, so running NCCL collectives are cut off instead of waited for."""
-        if self._owns_world and dist.is_initialized():
-            if abort and dist.get_backend() == "nccl":
-                dist.distributed_c10d._abort_process_group()
-            else:
-                dist.destroy_process_group()
+        if self._group is not None and dist.is_initialized():
+            aborts = abort and not self._is_gloo
+            end = dist.distributed_c10d._abort_process_group if aborts else dist.destroy_process_group
+            end(None if self._owns_world else self._group)  # None is all groups there are
         self._group, self._owns_world = None, False
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective of gloo, whose own waiting hears neither Ctrl-C nor that another rank has failed."""
+        if work is None:  # NCCL: the stream waits
+            return
+        start = time.monotonic()
+        while not work.is_completed():
+            with suppress(RuntimeError):  # not done yet, or failed
+                work.wait(_PIECE)
+                break
+            self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if time.monotonic() - start < 0.9 * self.timeout:
+                raise
+            raise TimeoutError(f"another rank took more than step_timeout = {self.timeout:g} s") from error
 
 
 def world_is_taken() -> bool:
@@ -94,12 +127,25 @@ def nccl_available() -> bool:
     return dist.is_nccl_available()
 
 
+def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store_path: str | None) -> None:
+    if store_path is None:
+        shared, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        shared.set_timeout(timeout)
+        # It outlives a group, and the next one must not find the addresses of the last.
+        store: dist.Store = dist.PrefixStore(f"nanollm{next(_worlds)}", shared)
+    else:
+        store = dist.FileStore(store_path, size)
+    hook = sys.excepthook
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    sys.excepthook = hook  # torch's says the rank before each line, once more for every group there ever was
+
+
 @contextmanager
 def _loopback() -> Iterator[None]:
     """Ranks of one host meet over the loopback interface, which is there whatever the network is like."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
-    os.environ.setdefault(name, "lo")
+    os.environ.setdefault(name, next(n for _, n in socket.if_nameindex() if n in ("lo", "lo0")))
     try:
         yield
     finally:
