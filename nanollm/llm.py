@@ -236,7 +236,7 @@ class LLM:
             if isinstance(self._engine, FollowerCore):
                 return self._engine.agree_on_call(digest)
             assert isinstance(self._executor, Executor)
-            return self._executor.agree_on_call(digest)
+            return self._executor.agree_on_call(digest, self._engine.next_request_id)
 
     def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool) -> _Request:
         try:

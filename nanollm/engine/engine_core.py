@@ -56,7 +56,7 @@ class EngineCore:
         self._depth = 2 if overlap else 1
         self._in_flight: deque[Step] = deque()
         self._seeds = random.Random(config.seed)
-        self._next_id = 0
+        self.next_request_id = 0
         self._is_torn = False  # an exception, such as Ctrl-C, may have left the state half changed
 
     def make_sequence(
@@ -74,7 +74,7 @@ class EngineCore:
                     f"stop_token_ids must be from 0 to {self._model_config.vocab_size - 1}, got {token_id}"
                 )
         seq = Sequence(
-            self._next_id,
+            self.next_request_id,
             check_token_ids(token_ids, self._model_config.vocab_size),
             params,
             seed=self._seeds.getrandbits(64) - 2**63 if params.seed is None else params.seed,
@@ -84,7 +84,7 @@ class EngineCore:
             all_logits=all_logits,
             cache_salt=cache_salt,
         )
-        self._next_id += 1
+        self.next_request_id += 1
         self.scheduler.check_fits(seq)
         return seq
 

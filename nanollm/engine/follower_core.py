@@ -1,15 +1,19 @@
 """FollowerCore: what stands in for EngineCore on ranks above 0 under torchrun."""
 
 from array import array
+from collections.abc import Sequence as AbstractSequence
+
+import numpy as np
 
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
-from nanollm.runtime.channel import Kind, LinkClosedError
+from nanollm.runtime.channel import Kind
 from nanollm.runtime.executor import Follower
 from nanollm.runtime.ranks import EngineDeadError
 from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.sampling_params import SamplingParams
 
 _FINISH_REASONS = (None, "stop", "length", "abort")
 
@@ -20,25 +24,52 @@ class FollowerCore(EngineCore):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, follower: Follower) -> None:
         super().__init__(config, model_config, _NoExecutor(follower), overlap=False)
         self._follower = follower
+        self._made: list[Sequence] = []  # for the call that is not agreed on yet
+        self._expected: set[int] = set()  # requests whose outputs are waited for
 
     @property
     def has_unfinished(self) -> bool:
         return False
 
+    def make_sequence(
+        self,
+        token_ids: AbstractSequence[int],
+        params: SamplingParams,
+        *,
+        all_logits: bool = False,
+        cache_salt: str = "",
+    ) -> Sequence:
+        seq = super().make_sequence(token_ids, params, all_logits=all_logits, cache_salt=cache_salt)
+        self._made.append(seq)
+        return seq
+
     def add(self, seq: Sequence) -> None:
-        """Nothing: rank 0 queues it."""
+        """Expect its outputs; rank 0 queues it."""
+        self._expected.add(seq.request_id)
 
     def abort(self, request_id: int) -> bool:
+        self._expected.discard(request_id)
         return False
 
     def step(self) -> list[EngineOutput]:
-        """Run plans until rank 0 has outputs, and return those. EngineDeadError if rank 0 is gone."""
-        return unpack_outputs(self._serve(Kind.OUTPUTS))
+        """Run plans until rank 0 has outputs, and return those. EngineDeadError if it can't go on."""
+        while True:
+            outputs = unpack_outputs(self._serve(Kind.OUTPUTS))
+            # Rank 0 may be running requests that it alone was given, those of compute_logits.
+            if ours := [output for output in outputs if output.request_id in self._expected]:
+                return ours
 
     def agree_on_call(self, digest: bytes) -> bool:
         """Whether every rank was called with the same inputs; digest is of this rank's."""
         self._follower.send(Kind.CALL, digest)
-        return self._serve(Kind.CALL) == b"\1"
+        same, next_request_id = np.frombuffer(self._serve(Kind.CALL), np.int32).tolist()
+        # Rank 0 may have made calls of its own, or this rank one that was refused: number requests as rank 0 does.
+        shift = next_request_id - self.next_request_id
+        self.next_request_id = next_request_id
+        for seq in self._made:
+            seq.request_id += shift
+        self._made.clear()
+        return bool(same)
 
     def get_stats(self) -> EngineStats:
         raise RuntimeError("get_stats works on rank 0 only")
@@ -47,13 +78,10 @@ class FollowerCore(EngineCore):
         raise RuntimeError("reset_prefix_cache works on rank 0 only")
 
     def _serve(self, until: Kind) -> bytearray:
-        try:
+        """Run plans until a message of this kind comes; returns its payload."""
+        kind, payload = self._follower.serve()
+        while kind is Kind.OUTPUTS is not until:  # of requests that this rank doesn't wait for
             kind, payload = self._follower.serve()
-        except LinkClosedError:
-            raise EngineDeadError("rank 0 is gone") from None
-        except Exception as error:
-            self._follower.report()
-            raise EngineDeadError(f"this rank failed: {error}") from error
         if kind is not until:
             raise EngineDeadError(
                 f"rank 0 sent {kind.name} where {until.name} was due: do all ranks make the same calls?"

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -24,11 +24,18 @@ class LoadableModel(Protocol):
 
 
 @torch.no_grad()
-def load_weights(model: LoadableModel, checkpoint: Checkpoint, *, show_progress: bool = True) -> None:
+def load_weights(
+    model: LoadableModel,
+    checkpoint: Checkpoint,
+    *,
+    show_progress: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Copy every part of the model from the checkpoint to its target, casting to the target's dtype.
 
     Slices go straight to their target, one at a time, so that loading a GPU takes no second copy of the model in host
     memory. CheckpointError names the tensors that are missing, not expected or of the wrong shape, before any is read.
+    check is called before each tensor, and may raise.
     A NaN or infinity only logs a warning: a damaged tensor is better known than guessed at.
     """
     parts_by_name: dict[str, list[TensorPart]] = defaultdict(list)
@@ -42,6 +49,7 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, *, show_progress:
     names = [name for name in checkpoint.shapes if name in parts_by_name]
     bar = tqdm(names, "loading weights", unit="tensor", delay=1, disable=None) if show_progress else names
     for name in bar:
+        check()
         for part in parts_by_name[name]:
             if part.target.numel():
                 part.target.copy_(checkpoint.read(name, part.index), non_blocking=True)

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import suppress
 from enum import IntEnum
 
 import numpy as np
@@ -24,14 +25,13 @@ TOKEN_BYTES = 32
 class Kind(IntEnum):
     """What a message is. Payloads are int32 arrays unless said otherwise."""
 
-    READY = 0  # follower: loaded; num_kv_blocks that fit, then a fingerprint of what must be the same on every rank
-    START = 1  # rank 0: num_kv_blocks to use
+    READY = 0  # follower: started, joined, or loaded: then num_kv_blocks that fit, and a fingerprint to be compared
+    START = 1  # rank 0: go and join: path of the store as text; or loaded: num_kv_blocks to use
     PLAN = 2  # rank 0: a packed StepPlan
     CALL = 3  # torchrun, both ways: a collective call begins; the hash of its inputs, then rank 0's: of all the same
     OUTPUTS = 4  # rank 0, torchrun: the packed EngineOutputs of a step
-    END = 5  # rank 0, torchrun: the call is over
-    CLOSE = 6  # rank 0: leave
-    ERROR = 7  # time of the failure and traceback as UTF-8 text; the sender is gone
+    CLOSE = 5  # rank 0: leave; follower, torchrun: this rank makes no more calls
+    ERROR = 6  # UTF-8 text; follower: time of its failure and traceback; rank 0: which rank failed and why
 
 
 class LinkClosedError(Exception):
@@ -57,7 +57,7 @@ class Link:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                if not select.select([], [self._socket], [], max(deadline - time.monotonic(), 0))[1]:
+                if not self._poll(select.POLLOUT, deadline - time.monotonic()):
                     raise TimeoutError(f"a rank took no message for {timeout:g} s") from None
             except OSError as error:
                 raise LinkClosedError(str(error)) from error
@@ -78,8 +78,7 @@ class Link:
             try:
                 data = self._socket.recv(1 << 20)
             except BlockingIOError:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0)
-                if not select.select([self._socket], [], [], left)[0]:
+                if not self._poll(select.POLLIN, None if deadline is None else deadline - time.monotonic()):
                     return None
                 continue
             except OSError as error:
@@ -88,8 +87,9 @@ class Link:
                 raise LinkClosedError("end of file")
             self._received += data
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    def wait(self, timeout: float) -> None:
+        """Return when there is something to receive, or after `timeout` seconds."""
+        self._poll(select.POLLIN, timeout)
 
     def close(self) -> None:
         self._socket.close()
@@ -98,12 +98,16 @@ class Link:
         """End this process when the other side is gone, whatever the main thread is doing then."""
 
         def watch() -> None:
-            poll = select.poll()
-            poll.register(self._socket, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
-            poll.poll()
+            self._poll(getattr(select, "POLLRDHUP", 0), None)
             os._exit(1)
 
         threading.Thread(target=watch, daemon=True, name="nanollm-hangup").start()
+
+    def _poll(self, event: int, timeout: float | None) -> bool:
+        """Wait for an event or a hangup; False after `timeout` seconds. select() fails where many files are open."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if timeout is None else max(timeout, 0) * 1000))
 
 
 class Listener:
@@ -125,13 +129,13 @@ class Listener:
             self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
                 connection, _ = self._socket.accept()
-                connection.settimeout(5.0)
-                hello = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
             except TimeoutError:
-                if time.monotonic() < deadline:
-                    continue
                 missing = num_links - len(links)
                 raise TimeoutError(f"{missing} of {num_links} ranks did not connect in {timeout:g} s") from None
+            hello = b""
+            with suppress(OSError):  # of a stranger's connection
+                connection.settimeout(5.0)
+                hello = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
             if hmac.compare_digest(hello[:TOKEN_BYTES], self.token) and len(hello) == TOKEN_BYTES + 4:
                 links[int.from_bytes(hello[TOKEN_BYTES:], "little")] = Link(connection)
             else:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from nanollm.config import EngineConfig
 from nanollm.models.source import ModelSource
 from nanollm.runtime.channel import Kind, Link, LinkClosedError
 from nanollm.runtime.model_runner import ModelRunner, PendingResult
-from nanollm.runtime.ranks import EngineDeadError, Ranks, report, start_ranks
+from nanollm.runtime.ranks import EngineDeadError, Ranks, failures_told, start_ranks
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
 _LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
@@ -70,14 +69,17 @@ class Executor:
         while self._pending:
             self.collect()
 
-    def agree_on_call(self, digest: bytes) -> bool:
-        """Under torchrun: whether every rank was called with the same inputs; digest is of this rank's. Else True."""
+    def agree_on_call(self, digest: bytes, next_request_id: int) -> bool:
+        """Under torchrun: whether every rank was called with the same inputs; digest is of this rank's. Else True.
+
+        next_request_id goes to the other ranks, so that all number requests alike.
+        """
         if self.ranks.processes or not self.ranks.links:
             return True
         with self._ends_all_ranks():
             theirs = [self.ranks.receive(r, Kind.CALL, self._step_timeout) for r in range(1, self.ranks.tp.size)]
             same = all(other == digest for other in theirs)
-            self.ranks.send(Kind.CALL, b"\1" if same else b"\0")
+            self.ranks.send(Kind.CALL, np.array([same, next_request_id], np.int32))
         return same
 
     def send_outputs(self, packed: bytes) -> None:
@@ -115,62 +117,113 @@ class Executor:
         except BaseException as error:
             if self.ranks.tp.size == 1:
                 raise
-            if isinstance(error, Exception) and not (isinstance(error, ValueError) and self._runner is None):
-                why = self.ranks.blame(_BLAME_SECONDS)
-                self._end(why or "rank 0 failed:\n" + "".join(traceback.format_exception(error)))
-                raise EngineDeadError(self._dead) from error
-            # A bad argument found while loading, or Ctrl-C, when ranks may be in the middle of a step.
-            self._end("this engine was interrupted in the middle of a step: make a new LLM")
-            raise
+            bad_argument = isinstance(error, ValueError) and self._runner is None  # or checkpoint: the user's to change
+            if bad_argument:
+                self.ranks.failure = f"rank 0 failed: {error}"
+            elif isinstance(error, Exception):
+                self.ranks.failure = self.ranks.blame(error, _BLAME_SECONDS)
+            else:
+                self.ranks.failure = f"rank 0 was interrupted by {type(error).__name__}: make a new LLM"
+            self._end(self.ranks.failure)
+            if bad_argument or not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(self._dead) from error
 
 
 class Follower:
-    """A rank above 0: loads its share, then runs the plans that come over the link."""
+    """A rank above 0: loads its share, then runs the plans that come over the link.
+
+    An error ends this rank's part: rank 0 is told, and the group is left so that nobody waits in it. Once loaded, that
+    is an EngineDeadError, and so is every use since.
+    """
 
     def __init__(self, config: EngineConfig, source: ModelSource, ranks: Ranks, link: Link) -> None:
         self._ranks, self._link = ranks, link
         self._step_timeout = config.step_timeout
         self._num_steps = 0
         self._pending: deque[PendingResult] = deque()
-        self._runner = ModelRunner(config, source, ranks.tp, ranks.device)
-        link.send(Kind.READY, np.array([self._runner.max_kv_blocks, *fingerprint(config, self._runner)], np.int32))
-        message = link.recv(_LOAD_TIMEOUT)
-        if message is None or message[0] is not Kind.START:
-            raise TimeoutError(f"rank 0 did not start the engine: {message}")
-        self.num_kv_blocks = int(np.frombuffer(message[1], np.int32)[0])
-        self.max_model_len = self._runner.max_model_len
-        self._runner.allocate_kv_cache(self.num_kv_blocks)
+        self._runner: ModelRunner | None = None
+        self._dead = ""
+        self._finalizer = weakref.finalize(self, _close, ranks)
+        with self._ends_this_rank():
+            runner = ModelRunner(config, source, ranks.tp, ranks.device)
+            link.send(Kind.READY, np.array([runner.max_kv_blocks, *fingerprint(config, runner)], np.int32))
+            kind, payload = self._recv()
+            if kind is not Kind.START:
+                raise EngineDeadError(f"rank 0 sent {kind.name} instead of starting")
+            self.num_kv_blocks = int(np.frombuffer(payload, np.int32)[0])
+            self.max_model_len = runner.max_model_len
+            runner.allocate_kv_cache(self.num_kv_blocks)
+        self._runner = runner
 
     def send(self, kind: Kind, payload: bytes) -> None:
         """A message to rank 0."""
-        self._link.send(kind, payload)
-
-    def report(self) -> None:
-        """Tell rank 0 of the exception being handled."""
-        report(self._link)
+        with self._ends_this_rank():
+            self._link.send(kind, payload)
 
     def serve(self) -> tuple[Kind, bytearray]:
-        """Run plans as they come; returns the first message that is none. LinkClosedError when rank 0 is gone."""
-        while True:
-            message = self._link.recv()
-            assert message is not None
-            kind, payload = message
-            if kind is not Kind.PLAN:
-                return kind, payload
-            plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._num_steps)
-            self._num_steps += 1
-            self._pending.append(self._runner.launch(plan))
-            if len(self._pending) > 2:  # rank 0 is never further ahead, so this one is done; its errors show here
-                self._pending.popleft().wait(self._step_timeout)
+        """Run plans as they come; returns the first message that is none."""
+        with self._ends_this_rank():
+            while True:
+                kind, payload = self._recv()
+                if kind is not Kind.PLAN:
+                    return kind, payload
+                assert self._runner is not None
+                plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._num_steps)
+                self._num_steps += 1
+                self._pending.append(self._runner.launch(plan))
+                if len(self._pending) > 2:  # rank 0 is never further ahead, so this one is done; its errors show here
+                    self._pending.popleft().wait(self._step_timeout)
 
     def close(self) -> None:
         """Run what rank 0 still has to run, until it closes too; twice is fine."""
-        if not self._ranks.closed:
-            with contextlib.suppress(LinkClosedError):
-                while self.serve()[0] is not Kind.CLOSE:
-                    pass
-            self._link.close()
-            _close(self._ranks)
+        with contextlib.suppress(EngineDeadError):
+            self.send(Kind.CLOSE, b"")
+            while self.serve()[0] is not Kind.CLOSE:
+                pass
+        self._end(_CLOSED)
+
+    def _recv(self) -> tuple[Kind, bytearray]:
+        """The next message of rank 0, however long that takes."""
+        message = self._link.recv()
+        assert message is not None
+        if message[0] is Kind.ERROR:
+            raise EngineDeadError(message[1].decode())
+        return message
+
+    def _end(self, why: str) -> None:
+        self._dead = self._dead or why
+        self._pending.clear()
+        self._runner = None
+        self._link.close()
+        self._finalizer()
+
+    @contextlib.contextmanager
+    def _ends_this_rank(self) -> Iterator[None]:
+        if self._dead:
+            raise EngineDeadError(self._dead)
+        loading = self._runner is None
+        try:
+            with failures_told(self._link):
+                yield
+        except BaseException as error:
+            self._ranks.failure = self._explain(error)
+            self._end(self._ranks.failure)
+            if loading or isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(self._dead) from error
+
+    def _explain(self, error: BaseException) -> str:
+        """What rank 0 says about a failure, if anything; it may have begun elsewhere."""
+        if isinstance(error, EngineDeadError):
+            return str(error)
+        with contextlib.suppress(LinkClosedError):
+            while (message := self._link.recv(1.0)) is not None:
+                if message[0] is Kind.ERROR:
+                    return message[1].decode()
+        return (
+            "rank 0 is gone" if isinstance(error, LinkClosedError) else f"rank {self._ranks.tp.rank} failed: {error!r}"
+        )
 
 
 def fingerprint(config: EngineConfig, runner: ModelRunner) -> list[int]:

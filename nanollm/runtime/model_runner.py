@@ -62,7 +62,7 @@ class ModelRunner:
 
     Loads the weights and finds out how many KV blocks fit here: max_kv_blocks. After allocate_kv_cache, with what fits
     on every rank, it executes plans in order: launch() returns when the work is queued on the device.
-    check is called while waiting for the device during start-up, and may raise.
+    check is called between tensors and while waiting for the device during start-up, and may raise.
     """
 
     num_kv_blocks: int
@@ -91,7 +91,7 @@ class ModelRunner:
             torch.set_default_dtype(default_dtype)
         shapes = {part.name: part.shape for part in self.model.tensor_parts()}
         checkpoint = source.open_checkpoint(shapes, seed=config.seed, dtype=self.dtype, device=device)
-        load_weights(self.model, checkpoint, show_progress=tp.rank == 0)
+        load_weights(self.model, checkpoint, show_progress=tp.rank == 0, check=check)
         checkpoint.close()
         if device.type == "cpu":
             store_by_columns(self.model)

@@ -1,15 +1,17 @@
 """Where the other ranks come from: started here with torch.multiprocessing, or by torchrun."""
 
+import concurrent.futures
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,12 @@ import torch
 import torch.multiprocessing as mp
 
 from nanollm.config import EngineConfig, ModelConfig
-from nanollm.distributed.partition import HeadPartition
+from nanollm.distributed.partition import HeadPartition, mlp_split
 from nanollm.distributed.tp_group import TPGroup, world_is_taken
 from nanollm.models.source import ModelSource
 from nanollm.runtime.channel import Kind, Link, LinkClosedError, Listener, connect
 
-_IN_WORKER = "NANOLLM_WORKER"  # set in the environment of the processes we start
+_WORKER = "nanollm-rank"  # the processes we start are named so, and know themselves by it
 _SHARE_GPU = "NANOLLM_RANKS_SHARE_GPUS"  # tests only: more ranks than GPUs, over gloo; right but slow
 _NO_MAIN_GUARD = 97  # exit code of a worker that was about to start an engine of its own
 _JOIN_TIMEOUT = 120.0
@@ -43,6 +45,7 @@ class Ranks:
     """The tensor-parallel group of this process, and on rank 0 the control links to the other ranks.
 
     links: to ranks 1 …, in order; empty on followers. processes: those started here, which must be ended here.
+    failure: why these ranks can't go on, if so; then closing waits for none of them.
     """
 
     tp: TPGroup
@@ -50,6 +53,7 @@ class Ranks:
     links: list[Link] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
     num_threads: int | None = None  # torch's setting before, to be restored
+    failure: str = ""
     closed: bool = False
     _inbox: dict[int, deque[tuple[Kind, bytearray]]] = field(default_factory=lambda: defaultdict(deque))
     _reports: dict[int, tuple[float, str]] = field(default_factory=dict)
@@ -61,7 +65,7 @@ class Ranks:
             try:
                 link.send(kind, payload, timeout)
             except LinkClosedError as error:
-                raise RankFailedError(f"rank {rank} is gone") from error
+                raise RankFailedError(f"rank {rank} is gone: {error}") from error
 
     def receive(self, rank: int, kind: Kind, timeout: float) -> bytearray:
         """The payload of the next message of a rank, which must be of `kind`. Raises like check, or TimeoutError."""
@@ -69,11 +73,13 @@ class Ranks:
         while not self._inbox[rank]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} sent no {kind.name} in {timeout:g} s")
-            select.select([self.links[rank - 1]], [], [], 0.05)
+            self.links[rank - 1].wait(0.05)
             self.check()
         received, payload = self._inbox[rank].popleft()
         if received is not kind:
-            raise RankFailedError(f"rank {rank} sent {received.name} where {kind.name} was due")
+            raise RankFailedError(
+                f"rank {rank} sent {received.name} where {kind.name} was due: do all ranks make the same calls?"
+            )
         return payload
 
     def check(self) -> None:
@@ -92,65 +98,77 @@ class Ranks:
         if self._gone or self._reports:
             raise RankFailedError("another rank failed")
 
-    def blame(self, seconds: float) -> str | None:
-        """Which rank failed first and why, as far as is known within `seconds`; None if no other rank failed.
+    def blame(self, error: Exception, seconds: float) -> str:
+        """Which rank failed first and why, as far as is known within `seconds`. error: how it showed on this rank.
 
         One rank's failure makes the others fail in their next collective, so a rank that went without a word comes
-        before those that report, and of reports the earliest counts.
+        before those that report, and of reports the earliest counts. If that one only waited in vain, it was for those
+        that are silent.
         """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and len(self._gone) < len(self.links):
+        start = time.monotonic()
+        own = (time.time(), "".join(traceback.format_exception(error)))
+        while (passed := time.monotonic() - start) < seconds and len(self._gone) < len(self.links):
+            if (self._gone or self._reports) and passed > seconds / 4:
+                break
             with contextlib.suppress(RankFailedError):
                 self.check()
             time.sleep(0.01)
-            if self._gone and time.monotonic() > deadline - 0.75 * seconds:
-                break
-        for rank in sorted(self._gone - set(self._reports)):
-            if not self.processes:
-                return f"rank {rank} is gone without a word"
-            self.processes[rank - 1].join(1.0)
-            return _exit_message(rank, self.processes[rank - 1].exitcode)
-        if not self._reports:
-            return None
-        rank = min(self._reports, key=lambda r: self._reports[r][0])
-        return f"rank {rank} failed:\n{self._reports[rank][1]}"
+        if lost := self._gone - set(self._reports):
+            return self._last_words(min(lost))
+        only_heard_of_it = isinstance(error, RankFailedError) and self._reports
+        reports = self._reports if only_heard_of_it else {0: own} | self._reports
+        first = min(reports, key=lambda rank: reports[rank][0])
+        text = reports[first][1]
+        silent = [str(rank) for rank in range(1, len(self.links) + 1) if rank not in reports]
+        if silent and text.rstrip().rpartition("\n")[2].startswith("TimeoutError"):
+            return f"rank {', '.join(silent)} is stopped or hangs; rank {first} waited for it in vain:\n{text}"
+        return f"rank {first} failed:\n{text}"
+
+    def _last_words(self, rank: int) -> str:
+        """What is known of a rank that went without a word."""
+        if not self.processes:
+            return f"rank {rank} is gone without a word"
+        process = self.processes[rank - 1]
+        process.join(1.0)
+        if process.exitcode == _NO_MAIN_GUARD:
+            return (
+                "the script starts an engine when it is imported, which its worker processes do: put the code that "
+                'calls LLM(...) under `if __name__ == "__main__":`'
+            )
+        if process.exitcode is not None and process.exitcode < 0:
+            name = signal.Signals(-process.exitcode).name
+            return f"rank {rank} was ended by {name}" + " (out of memory?)" * (name == "SIGKILL")
+        return f"rank {rank} ended with exit code {process.exitcode}; its own output above may say why"
 
     def close(self) -> None:
         """End the processes that were started here and leave the group; twice is fine."""
         if self.closed:
             return
         self.closed = True
-        healthy = not self._gone and not self._reports
+        healthy = not (self.failure or self._gone or self._reports)
         try:
-            self.send(Kind.CLOSE, timeout=1.0)
-        except (RankFailedError, TimeoutError):
-            healthy = False
-        deadline = time.monotonic() + (3.0 if healthy else 0.2)
-        for process in self.processes:
-            process.join(max(deadline - time.monotonic(), 0.01))
-        for process in self.processes:
-            if process.exitcode is None:
-                process.kill()  # also ends a stopped process, which would never see a polite signal
+            if healthy or not self.processes:
+                goodbye = (Kind.CLOSE, b"") if healthy else (Kind.ERROR, self.failure.encode())
+                for link in self.links:
+                    with contextlib.suppress(LinkClosedError, TimeoutError):
+                        link.send(*goodbye, timeout=1.0)
+            deadline = time.monotonic() + (3.0 if healthy else 0.0)
+            for process in self.processes:
+                process.join(max(deadline - time.monotonic(), 0.0))
+        finally:  # also when Ctrl-C comes again
+            for process in self.processes:
+                process.kill()  # nothing to one that has ended; ends a stopped one, which would see no polite signal
+            for process in self.processes:
                 process.join(5.0)
-            process.close()
-        for link in self.links:
-            link.close()
-        self.links.clear()
-        self.processes.clear()
-        self.tp.leave(abort=not healthy)
-        if self.num_threads is not None:
-            torch.set_num_threads(self.num_threads)
-
-
-def _exit_message(rank: int, exitcode: int | None) -> str:
-    if exitcode == _NO_MAIN_GUARD:
-        return (
-            "the script starts an engine when it is imported, which its worker processes do: put the code that calls "
-            'LLM(...) under `if __name__ == "__main__":`'
-        )
-    if exitcode is not None and exitcode < 0:
-        return f"rank {rank} was ended by {signal.Signals(-exitcode).name}"
-    return f"rank {rank} ended with exit code {exitcode}; its own output above may say why"
+            for link in self.links:
+                link.close()
+            self.processes.clear()
+            self.links.clear()
+            leaving = threading.Thread(target=self.tp.leave, kwargs={"abort": not healthy}, daemon=True)
+            leaving.start()
+            leaving.join(2.0)  # gloo waits for collectives that were given up, which may take until step_timeout
+            if self.num_threads is not None:
+                torch.set_num_threads(self.num_threads)
 
 
 def torchrun_world() -> tuple[int, int] | None:
@@ -162,14 +180,15 @@ def torchrun_world() -> tuple[int, int] | None:
 def check_ranks(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
     """ValueError, before any process starts, if this many ranks can't share this model here."""
     size = config.tensor_parallel_size
-    if os.environ.get(_IN_WORKER):
+    if mp.current_process().name.startswith(_WORKER):
         os._exit(_NO_MAIN_GUARD)  # a process we started imports the user's script, and that starts an engine
     HeadPartition(model_config.num_heads, model_config.num_kv_heads, size, 0)
+    mlp_split(model_config.intermediate_size, size)
     world = torchrun_world()
     if world is not None and world[1] != size:
         raise ValueError(f"torchrun started {world[1]} ranks, but tensor_parallel_size is {size}: make them equal")
     if size > 1 and device.type == "cuda" and not os.environ.get(_SHARE_GPU):
-        local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if world is not None else size
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if world is not None else size
         if local_size > torch.cuda.device_count():
             raise ValueError(
                 f"tensor_parallel_size {size} needs {local_size} GPUs here, but there are {torch.cuda.device_count()}"
@@ -212,69 +231,101 @@ def _share_cores(size: int) -> int:
 def _start_processes(config: EngineConfig, source: ModelSource, device: torch.device) -> Ranks:
     size = config.tensor_parallel_size
     device, backend = _rank_device(device, 0)
-    context = mp.get_context("spawn")
     ranks = Ranks(TPGroup(0, size), device)
-    with tempfile.TemporaryDirectory(prefix="nanollm-") as directory:
-        store = str(Path(directory) / "store")
-        os.environ[_IN_WORKER] = "1"
-        try:
-            for rank in range(1, size):
-                ours, theirs = socket.socketpair()
-                process = context.Process(
-                    target=_worker, args=(rank, config, source, theirs, store), name=f"nanollm-rank{rank}", daemon=True
-                )
-                process.start()
-                theirs.close()
-                ranks.processes.append(process)
-                ranks.links.append(Link(ours))
-            del os.environ[_IN_WORKER]
-            if device.type == "cpu":
-                ranks.num_threads = _share_cores(size)
-            for rank in range(1, size):  # all there, before anybody waits for another inside a collective
-                ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
-            ranks.send(Kind.START)
-            ranks.tp = TPGroup.join(0, size, device, backend, config.step_timeout, store)
+    try:
+        for rank in range(1, size):
+            _start_worker(ranks, rank, config, source)
+        if device.type == "cpu":
+            ranks.num_threads = _share_cores(size)
+        for rank in range(1, size):  # all there, before anybody waits for another where nothing else is heard
+            ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
+        with tempfile.TemporaryDirectory(prefix="nanollm-") as directory:
+            store = str(Path(directory) / "store")
+            ranks.send(Kind.START, store.encode())
+            ranks.tp = _join_while_checking(ranks, backend, config.step_timeout, store)
             for rank in range(1, size):  # only then may the store go
                 ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
-        except BaseException as error:
-            os.environ.pop(_IN_WORKER, None)
-            message = ranks.blame(1.0) if isinstance(error, Exception) else None
-            ranks.close()
-            if message is not None:
-                raise EngineDeadError(message) from error
-            raise
+    except BaseException as error:
+        ranks.failure = ranks.blame(error, 1.0) if isinstance(error, Exception) else "interrupted"
+        ranks.close()
+        if isinstance(error, Exception):
+            raise EngineDeadError(ranks.failure) from error
+        raise
     return ranks
 
 
-def _worker(rank: int, config: EngineConfig, source: ModelSource, connection: socket.socket, store: str) -> None:
+def _start_worker(ranks: Ranks, rank: int, config: EngineConfig, source: ModelSource) -> None:
+    ours, theirs = socket.socketpair()
+    process = mp.get_context("spawn").Process(
+        target=_worker, args=(rank, config, source, ranks.device.type, theirs), name=f"{_WORKER}{rank}", daemon=True
+    )
+    # It inherits that SIGINT is blocked: Ctrl-C reaches the whole group, and rank 0 decides what it means.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+        ranks.processes.append(process)
+        ranks.links.append(Link(ours))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()
+
+
+def _join_while_checking(ranks: Ranks, backend: str, timeout: float, store: str) -> TPGroup:
+    """TPGroup.join in a thread of its own, since it hears neither Ctrl-C nor that another rank has failed."""
+    joined: concurrent.futures.Future[TPGroup] = concurrent.futures.Future()
+
+    def join() -> None:
+        try:
+            joined.set_result(TPGroup.join(0, ranks.tp.size, ranks.device, backend, timeout, store))
+        except BaseException as error:
+            joined.set_exception(error)
+
+    threading.Thread(target=join, daemon=True, name="nanollm-join").start()
+    while not concurrent.futures.wait([joined], timeout=0.05).done:
+        ranks.check()
+    tp = joined.result()
+    tp.check = ranks.check
+    return tp
+
+
+def _worker(rank: int, config: EngineConfig, source: ModelSource, device_type: str, connection: socket.socket) -> None:
     """The main function of ranks 1 … that we started."""
     from nanollm.runtime.executor import Follower
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides what it means
     link = Link(connection)
     link.exit_on_hangup()
-    code = 0
+    code = 1
     try:
-        device, backend = _rank_device(torch.device("cuda" if config.device == "cuda" else "cpu"), rank)
-        if device.type == "cpu":
-            _share_cores(config.tensor_parallel_size)
-        link.send(Kind.READY)
-        link.recv(_JOIN_TIMEOUT)
-        tp = TPGroup.join(rank, config.tensor_parallel_size, device, backend, config.step_timeout, store)
-        link.send(Kind.READY)
+        with failures_told(link):
+            device, backend = _rank_device(torch.device(device_type), rank)
+            if device.type == "cpu":
+                _share_cores(config.tensor_parallel_size)
+            link.send(Kind.READY)
+            message = link.recv()
+            assert message is not None and message[0] is Kind.START
+            tp = TPGroup.join(
+                rank, config.tensor_parallel_size, device, backend, config.step_timeout, message[1].decode()
+            )
+            link.send(Kind.READY)
         Follower(config, source, Ranks(tp, device), link).serve()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no teardown: peers may be gone, and the driver frees what the GPU holds
+
+
+@contextlib.contextmanager
+def failures_told(link: Link) -> Iterator[None]:
+    """Tell rank 0 of an exception inside, and when it was."""
+    try:
+        yield
+    except (LinkClosedError, EngineDeadError):  # nobody to tell, or nothing new
+        raise
     except BaseException:
-        report(link)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # no teardown: peers may be gone, and the driver frees what the GPU holds
-
-
-def report(link: Link) -> None:
-    """Tell rank 0 of the exception being handled, and when it was."""
-    with contextlib.suppress(LinkClosedError, TimeoutError):
-        link.send(Kind.ERROR, f"{time.time()}\n{traceback.format_exc()}".encode(), timeout=1.0)
+        with contextlib.suppress(LinkClosedError, TimeoutError):
+            link.send(Kind.ERROR, f"{time.time()}\n{traceback.format_exc()}".encode(), timeout=1.0)
+        raise
 
 
 def _join_torchrun(config: EngineConfig, device: torch.device) -> Ranks:
@@ -290,6 +341,7 @@ def _join_torchrun(config: EngineConfig, device: torch.device) -> Ranks:
     finally:
         listener.close()
     ranks.links = [links[rank] for rank in sorted(links)]
+    ranks.tp.check = ranks.check
     return ranks
 
 
