@@ -24,7 +24,7 @@ def paged_attention_reference(
     if n < len(context_lens_B):
         starts_B1, tables_BM = query_starts_B1[n:] - n, block_tables_BM[n:]
         parts.append(prefill_attention_reference(q_TNH[n:], k_cache, v_cache, tables_BM, starts_B1, context_lens_B[n:]))
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def paged_attention(

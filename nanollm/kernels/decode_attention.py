@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanollm.kernels.backend import (
@@ -25,15 +26,21 @@ def decode_attention_reference(
     q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_BM: Tensor, context_lens_B: Tensor
 ) -> Tensor:
     """The definition: all rows at once, padded to the longest context. A row of context 0 gives zeros."""
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    blocks_BM = block_tables_BM[:, : -(-int(context_lens_B.max()) // block_size)]
-    k_BCKH, v_BCKH = k_cache[blocks_BM].flatten(1, 2), v_cache[blocks_BM].flatten(1, 2)
-    q_BKGH = q_BNH.unflatten(1, (num_kv_heads, -1))
-    scores_BKGC = torch.matmul(q_BKGH, k_BCKH.permute(0, 2, 3, 1)).float() * q_BNH.shape[-1] ** -0.5
-    beyond_BC = torch.arange(k_BCKH.shape[1], device=q_BNH.device) >= context_lens_B[:, None]
-    weights_BKGC = scores_BKGC.masked_fill(beyond_BC[:, None, None], float("-inf")).softmax(-1).to(q_BNH.dtype)
-    out_BNH = torch.matmul(weights_BKGC, v_BCKH.transpose(1, 2)).flatten(1, 2)
-    return out_BNH.masked_fill((context_lens_B == 0)[:, None, None], 0)
+    shortest, longest = int(context_lens_B.min()), int(context_lens_B.max())
+    blocks_BM = block_tables_BM[:, : -(-longest // k_cache.shape[1])]
+    shape = (len(q_BNH), blocks_BM.shape[1] * k_cache.shape[1], *k_cache.shape[2:])
+    # index_select is several times as quick on the CPU as k_cache[blocks_BM].
+    k_BCKH = k_cache.index_select(0, blocks_BM.flatten()).view(shape)[:, :longest]
+    v_BCKH = v_cache.index_select(0, blocks_BM.flatten()).view(shape)[:, :longest]
+    mask = None
+    if shortest < longest:
+        seen_BC = torch.arange(longest, device=q_BNH.device) < context_lens_B[:, None]
+        k_BCKH.masked_fill_(~seen_BC[:, :, None, None], 0)  # what others left there may be NaN
+        mask = seen_BC[:, None, None]
+    q_BKGH = q_BNH.unflatten(1, (k_cache.shape[2], -1))
+    out_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BCKH.transpose(1, 2), v_BCKH.transpose(1, 2), attn_mask=mask)
+    out_BNH = out_BKGH.flatten(1, 2)
+    return out_BNH if shortest else out_BNH.masked_fill((context_lens_B == 0)[:, None, None], 0)
 
 
 @triton.jit
@@ -291,9 +298,9 @@ def decode_attention(
     Softmax scale: H ** -0.5. Launches depend on the number of rows only, so a captured one serves all contexts.
     Floor on a GPU: one read of every row's K and V.
     """
+    if not runs_triton(q_BNH):
+        out_BNH = decode_attention_reference(q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
+        return out_BNH if out is None else out.copy_(out_BNH)
     out_BNH = torch.empty_like(q_BNH, memory_format=torch.contiguous_format) if out is None else out
-    if runs_triton(q_BNH):
-        _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
-    else:
-        out_BNH.copy_(decode_attention_reference(q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B))
+    _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
     return out_BNH

@@ -11,14 +11,14 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The definition. Sums in float32, rounds once at the end."""
     x = x_TD.float()
     scale_T1 = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * scale_T1 * weight_D.float()).to(x_TD.dtype)
+    return (x * scale_T1 * weight_D).to(x_TD.dtype)
 
 
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The definition: (rms_norm(residual + x), residual + x); the norm reads the sum before it is rounded."""
-    summed_TD = residual_TD.float() + x_TD.float()
+    summed_TD = residual_TD.float() + x_TD
     scale_T1 = torch.rsqrt(summed_TD.square().mean(-1, keepdim=True) + eps)
-    return (summed_TD * scale_T1 * weight_D.float()).to(x_TD.dtype), summed_TD.to(x_TD.dtype)
+    return (summed_TD * scale_T1 * weight_D).to(x_TD.dtype), summed_TD.to(x_TD.dtype)
 
 
 @triton.jit
