@@ -19,6 +19,7 @@ from nanollm.runtime.step_plan import StepPlan, StepResult
 
 _LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
 _BLAME_SECONDS = 2.0  # how long to look for the rank that failed first
+_STEPS = 2**31  # step numbers start again there: they are int32
 _CLOSED = "this engine was closed: make a new LLM"
 
 
@@ -34,6 +35,7 @@ class Executor:
         self._step_timeout = config.step_timeout
         self._runner: ModelRunner | None = None
         self._dead = ""
+        self._next_step = 0
         self.ranks = start_ranks(config, source, device)
         # Also when this object is dropped without close(), and at interpreter exit.
         self._finalizer = weakref.finalize(self, _close, self.ranks)
@@ -56,6 +58,8 @@ class Executor:
         runner = self.runner
         with self._ends_all_ranks():
             if self.ranks.links:
+                plan.step = self._next_step  # of those sent: a plan that Ctrl-C kept here leaves no gap
+                self._next_step = (self._next_step + 1) % _STEPS
                 self.ranks.send(Kind.PLAN, plan.pack(), self._step_timeout)
             self._pending.append(runner.launch(plan))
 
@@ -140,7 +144,7 @@ class Follower:
     def __init__(self, config: EngineConfig, source: ModelSource, ranks: Ranks, link: Link) -> None:
         self._ranks, self._link = ranks, link
         self._step_timeout = config.step_timeout
-        self._num_steps = 0
+        self._next_step = 0
         self._pending: deque[PendingResult] = deque()
         self._runner: ModelRunner | None = None
         self._dead = ""
@@ -169,8 +173,8 @@ class Follower:
                 if kind is not Kind.PLAN:
                     return kind, payload
                 assert self._runner is not None
-                plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._num_steps)
-                self._num_steps += 1
+                plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._next_step)
+                self._next_step = (self._next_step + 1) % _STEPS
                 self._pending.append(self._runner.launch(plan))
                 if len(self._pending) > 2:  # rank 0 is never further ahead, so this one is done; its errors show here
                     self._pending.popleft().wait(self._step_timeout)
