@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PIECE = timedelta(seconds=0.1)  # how long to wait without listening to signals
+_MEETING_SECONDS = 120.0  # more than ranks need to meet, however small a step_timeout is
 _worlds = itertools.count()  # groups that this process has made in a launcher's store
 
 
@@ -45,16 +46,21 @@ class TPGroup:
         (torchrun) says. A process group that the program made itself is used and left as it was found.
         """
         owns_world = not dist.is_initialized()
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=timeout + _MEETING_SECONDS)
         with nullcontext() if store_path is None else _loopback():
             if owns_world:
                 _make_world(rank, size, backend, limit, store_path)
-            mesh = torch.arange(size).view(1, size)  # axes dp, tp
-            # Groups of our own, since the program's may have another backend and timeout.
-            groups = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in mesh.tolist()]
-        tp = TPGroup(rank, size, groups[0], timeout)
+            try:
+                mesh = torch.arange(size).view(1, size)  # axes dp, tp
+                # Groups of our own, since the program's may have another backend and timeout.
+                groups = [dist.new_group(ranks, timeout=limit, backend=backend) for ranks in mesh.tolist()]
+                tp = TPGroup(rank, size, groups[0], timeout)
+                tp.all_reduce(torch.zeros(1, device=device))  # NCCL connects now, not in the first step
+            except BaseException:
+                if owns_world:
+                    dist.destroy_process_group()
+                raise
         tp._owns_world = owns_world
-        tp.all_reduce(torch.zeros(1, device=device))  # NCCL connects now, not in the first step
         return tp
 
     @property
@@ -107,14 +113,11 @@ class TPGroup:
         while not work.is_completed():
             with suppress(RuntimeError):  # not done yet, or failed
                 work.wait(_PIECE)
-                break
+                return
             self.check()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            if time.monotonic() - start < 0.9 * self.timeout:
-                raise
-            raise TimeoutError(f"another rank took more than step_timeout = {self.timeout:g} s") from error
+            if time.monotonic() - start > self.timeout:
+                raise TimeoutError(f"another rank took more than step_timeout = {self.timeout:g} s")
+        work.wait()  # raises what it failed with
 
 
 def world_is_taken() -> bool:

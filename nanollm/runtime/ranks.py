@@ -29,7 +29,7 @@ from nanollm.runtime.channel import Kind, Link, LinkClosedError, Listener, conne
 _WORKER = "nanollm-rank"  # the processes we start are named so, and know themselves by it
 _SHARE_GPU = "NANOLLM_RANKS_SHARE_GPUS"  # tests only: more ranks than GPUs, over gloo; right but slow
 _NO_MAIN_GUARD = 97  # exit code of a worker that was about to start an engine of its own
-_JOIN_TIMEOUT = 120.0
+_JOIN_TIMEOUT = 600.0  # seconds; importing PyTorch from a slow network disk takes minutes
 
 
 class EngineDeadError(RuntimeError):
@@ -121,7 +121,7 @@ class Ranks:
         text = reports[first][1]
         silent = [str(rank) for rank in range(1, len(self.links) + 1) if rank not in reports]
         if silent and text.rstrip().rpartition("\n")[2].startswith("TimeoutError"):
-            return f"rank {', '.join(silent)} is stopped or hangs; rank {first} waited for it in vain:\n{text}"
+            return f"rank {' or '.join(silent)} is stopped or hangs; rank {first} waited for it in vain:\n{text}"
         return f"rank {first} failed:\n{text}"
 
     def _last_words(self, rank: int) -> str:
@@ -164,11 +164,22 @@ class Ranks:
                 link.close()
             self.processes.clear()
             self.links.clear()
-            leaving = threading.Thread(target=self.tp.leave, kwargs={"abort": not healthy}, daemon=True)
-            leaving.start()
-            leaving.join(2.0)  # gloo waits for collectives that were given up, which may take until step_timeout
+            if healthy:
+                self.tp.leave()
+            else:
+                self._leave_without_waiting()
             if self.num_threads is not None:
                 torch.set_num_threads(self.num_threads)
+
+    def _leave_without_waiting(self) -> None:
+        """gloo waits for collectives that were given up, and under torchrun their ranks may be stopped: not here."""
+        leaving = threading.Thread(target=self.tp.leave, kwargs={"abort": True}, daemon=True)
+        try:
+            leaving.start()
+        except RuntimeError:  # at interpreter exit there are no more threads
+            self.tp.leave(abort=True)
+        else:
+            leaving.join(2.0)
 
 
 def torchrun_world() -> tuple[int, int] | None:
@@ -276,13 +287,23 @@ def _join_while_checking(ranks: Ranks, backend: str, timeout: float, store: str)
 
     def join() -> None:
         try:
-            joined.set_result(TPGroup.join(0, ranks.tp.size, ranks.device, backend, timeout, store))
+            tp = TPGroup.join(0, ranks.tp.size, ranks.device, backend, timeout, store)
         except BaseException as error:
-            joined.set_exception(error)
+            if not joined.cancelled():
+                joined.set_exception(error)
+            return
+        if joined.cancelled():
+            tp.leave(abort=True)
+        else:
+            joined.set_result(tp)
 
     threading.Thread(target=join, daemon=True, name="nanollm-join").start()
-    while not concurrent.futures.wait([joined], timeout=0.05).done:
-        ranks.check()
+    try:
+        while not concurrent.futures.wait([joined], timeout=0.05).done:
+            ranks.check()
+    except BaseException:
+        joined.cancel()
+        raise
     tp = joined.result()
     tp.check = ranks.check
     return tp
