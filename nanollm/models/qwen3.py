@@ -1,5 +1,7 @@
 """Qwen3 (Qwen Team, 2025): the whole model, at any tensor-parallel degree."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -33,10 +35,10 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, decoder layers and the final norm; named so that module paths are Hugging Face's tensor names."""
 
-    def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, tp: TPGroup, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.layers = nn.ModuleList(DecoderLayer(config, tp, qk_norm=qk_norm) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: StepBatch, rope_PH: Tensor) -> Hidden:
@@ -47,20 +49,26 @@ class Decoder(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """A StepBatch in, this rank's logits [L, V_r] out. max_position bounds the rotary table."""
+    """A StepBatch in, this rank's logits [L, V_r] out. max_position bounds the rotary table.
+
+    A model that differs in its decoder layers only overrides make_layer.
+    """
 
     qk_norm = True
 
     def __init__(self, config: ModelConfig, tp: TPGroup, max_position: int) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, tp, qk_norm=self.qk_norm)
+        self.model = Decoder(config, tp, (self.make_layer(config, tp) for _ in range(config.num_layers)))
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to=tied)
         # Made on the CPU on purpose: the same table whatever the device and dtype.
         with torch.device("cpu"):
             rope_PH = rope_table(config.rope, config.head_dim, max_position)
         self.rope_PH = nn.Buffer(rope_PH.to(self.lm_head.weight.device), persistent=False)
+
+    def make_layer(self, config: ModelConfig, tp: TPGroup) -> nn.Module:
+        return DecoderLayer(config, tp, qk_norm=self.qk_norm)
 
     def forward(self, batch: StepBatch) -> Tensor:
         hidden = self.model(batch, self.rope_PH)

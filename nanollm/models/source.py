@@ -11,6 +11,7 @@ import torch
 
 from nanollm.config import NAMED_SHAPES, ModelConfig, read_token_ids
 from nanollm.models.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
+from nanollm.models.registry import MODELS
 
 TOKENIZER_AND_CONFIG_FILES = ["*.json", "tokenizer*", "merges.txt", "vocab*", "*.jinja"]
 
@@ -22,6 +23,7 @@ class ModelSource:
     name: as the user wrote it.
     path: its directory or .gguf file; None for a named shape.
     hf_config: config.json, with hf_overrides merged in.
+    model_class: importable name, "module:Class", of the nn.Module that runs it.
     config: from hf_config; eos_token_ids are config.json's, then generation_config.json's.
     generation_config: generation_config.json, or {}.
     load_format: "auto" or "dummy".
@@ -33,6 +35,7 @@ class ModelSource:
     config: ModelConfig
     generation_config: dict[str, Any]
     load_format: str
+    model_class: str
 
     def open_checkpoint(
         self,
@@ -102,7 +105,8 @@ def resolve_model(
     config = ModelConfig.from_hf(hf_config)
     eos = (*config.eos_token_ids, *read_token_ids("eos_token_id", generation_config.get("eos_token_id")))
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
-    return ModelSource(model, path, hf_config, config, generation_config, load_format)
+    model_class = MODELS[config.architecture]
+    return ModelSource(model, path, hf_config, config, generation_config, load_format, model_class)
 
 
 def _config_or_gguf(path: Path) -> Path:

@@ -14,7 +14,7 @@ from nanollm.distributed.tp_group import TPGroup
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
 from nanollm.layers.sampler import sample
 from nanollm.models.loader import load_weights
-from nanollm.models.registry import MODELS
+from nanollm.models.registry import import_model
 from nanollm.models.source import ModelSource
 from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
 from nanollm.runtime.kv_cache import (
@@ -85,7 +85,7 @@ class ModelRunner:
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device(device):
-                self.model = MODELS[model_config.architecture](model_config, tp, self.max_model_len)
+                self.model = import_model(source.model_class)(model_config, tp, self.max_model_len)
         finally:
             torch.set_default_dtype(default_dtype)
         shapes = {part.name: part.shape for part in self.model.tensor_parts()}
