@@ -63,7 +63,7 @@ class TinyModel:
 
     def llm(self, **kwargs: Any) -> LLM:
         """Our engine on the same weights, in float32 and with a small KV cache unless told otherwise."""
-        defaults = {"device": DEVICE, "dtype": "float32", "num_kv_blocks": 128, "max_num_seqs": 16}
+        defaults = {"device": DEVICE, "dtype": "float32", "block_size": 16, "num_kv_blocks": 128, "max_num_seqs": 16}
         return LLM(self.path, **({"skip_tokenizer_init": True} | defaults | kwargs))
 
 

@@ -186,7 +186,7 @@ def test_after_an_exception_in_a_step_the_engine_is_empty_and_right(
             raise error("from a layer")
         return forward(self, hidden)
 
-    with model.llm(overlap=overlap) as llm:
+    with model.llm(overlap=overlap, enforce_eager=True) as llm:  # a CUDA graph would not call it
         monkeypatch.setattr(GatedMLP, "forward", fail_once)
         with pytest.raises(error, match="from a layer"):
             llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -35,13 +35,16 @@ def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int
     return min(budget // bytes_per_block, max(config.max_num_seqs, 256) * -(-max_model_len // config.block_size))
 
 
-def available_gpu_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What gpu_memory_utilization leaves for the KV cache, everything else being allocated or having peaked."""
+def available_gpu_bytes(config: EngineConfig, device: torch.device, num_sharing: int) -> int:
+    """What gpu_memory_utilization leaves for the KV cache, everything else being allocated or having peaked.
+
+    num_sharing: ranks on this GPU, of which each takes its part.
+    """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     # What PyTorch holds but doesn't use now counts as free, up to the peak that a step needs beside the cache.
     spare = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.peak"]
-    return int(total * config.gpu_memory_utilization) - (total - free) + max(spare, 0)
+    return (int(total * config.gpu_memory_utilization) - (total - free)) // num_sharing + max(spare, 0)
 
 
 def allocate_kv_cache(

@@ -106,7 +106,8 @@ class ModelRunner:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._profile(num_rows, check)
-            available = available_gpu_bytes(config, device) - self._graph_bytes()
+            sharing = 1 if tp.capturable else tp.size  # over gloo ranks share a GPU, in tests
+            available = available_gpu_bytes(config, device, sharing) - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
 

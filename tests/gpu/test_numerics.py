@@ -2,7 +2,7 @@
 
 Two bfloat16 computations differ wherever two logits are nearly tied, so tokens alone prove nothing. The rule: the RMS
 error of the logits is at most 1.25 times the other's; the top token is the same wherever the float32 gap of the top two
-exceeds 6 times that RMS; of the five best tokens of one, 99.5 % are among the five best of the other, ties aside.
+exceeds 6 times that RMS; and in 99.5 % of all positions the best token of each is among the five best of the other.
 """
 
 from collections.abc import Iterator
@@ -62,9 +62,8 @@ def assert_as_good(out: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) 
     best = exact.topk(2).values
     clear = best[:, 0] - best[:, 1] > 6 * error
     assert torch.equal(out.argmax(-1)[clear], exact.argmax(-1)[clear])
-    # A token among one's five best may miss the other's by no more than rounding: compare scores, not places.
     for mine, theirs in ((out, exact), (exact, out)):
-        found = theirs.gather(1, mine.topk(5).indices) >= theirs.topk(5).values[:, 4:5] - 2 * error
+        found = (theirs.topk(5).indices == mine.argmax(-1, keepdim=True)).any(-1)
         assert found.float().mean() >= 0.995
 
 
