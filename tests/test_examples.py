@@ -39,7 +39,7 @@ def test_a_custom_model_says_the_same_on_one_rank_and_on_two() -> None:
 
 def run(name: str) -> str:
     """What the example prints."""
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])}
     command = [sys.executable, *LAUNCHERS.get(name, []), str(EXAMPLES / name)]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stderr
