@@ -111,15 +111,16 @@ def test_preempted_cached_chunked_and_aborted_requests(tiny: Any, size: int, ove
 def test_four_and_eight_ranks(tiny: Any, size: int, num_kv_heads: int, vocab_size: int) -> None:
     model = tiny("qwen3", num_attention_heads=8, num_key_value_heads=num_kv_heads, vocab_size=vocab_size)
     # So hot that every id is as likely as any other: padding would be drawn.
-    hot = [SamplingParams(temperature=100, seed=i, max_tokens=16, ignore_eos=True) for i in range(len(PROMPTS))]
-    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    hot = [SamplingParams(temperature=100, seed=i, max_tokens=8, ignore_eos=True) for i in range(12)]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = PROMPTS * 3
     with model.llm() as llm:
-        expected = tokens(llm.generate(PROMPTS, hot, use_tqdm=False))
+        expected = tokens(llm.generate(prompts, hot, use_tqdm=False))
     assert len({token_id for ids in expected for token_id in ids}) > 50
     with model.llm(tensor_parallel_size=size) as llm:
-        assert tokens(llm.generate(PROMPTS, hot, use_tqdm=False)) == expected
+        assert tokens(llm.generate(prompts, hot, use_tqdm=False)) == expected
         outputs = tokens(llm.generate(PROMPTS[:2], greedy, use_tqdm=False))
-    assert outputs == [model.greedy(prompt, 8) for prompt in PROMPTS[:2]]
+    assert outputs == [model.greedy(prompt, 4) for prompt in PROMPTS[:2]]
 
 
 @pytest.fixture(scope="module")

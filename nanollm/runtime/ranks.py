@@ -13,6 +13,7 @@ import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,7 @@ def _start_worker(ranks: Ranks, rank: int, config: EngineConfig, source: ModelSo
     process = mp.get_context("spawn").Process(
         target=_worker, args=(rank, config, source, ranks.device.type, theirs), name=f"{_WORKER}{rank}", daemon=True
     )
+    resource_tracker.ensure_running()  # start() would do so, and unblock SIGINT then
     # It inherits that SIGINT is blocked: Ctrl-C reaches the whole group, and rank 0 decides what it means.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
