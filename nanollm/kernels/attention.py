@@ -18,13 +18,14 @@ def paged_attention_reference(
 ) -> Tensor:
     """The definition, on any device; arguments as in paged_attention."""
     n = num_decodes
-    parts = []
-    if n:
-        parts.append(decode_attention_reference(q_TNH[:n], k_cache, v_cache, block_tables_BM[:n], context_lens_B[:n]))
-    if n < len(context_lens_B):
-        starts_B1, tables_BM = query_starts_B1[n:] - n, block_tables_BM[n:]
-        parts.append(prefill_attention_reference(q_TNH[n:], k_cache, v_cache, tables_BM, starts_B1, context_lens_B[n:]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if n == len(context_lens_B):
+        return decode_attention_reference(q_TNH, k_cache, v_cache, block_tables_BM, context_lens_B)
+    starts_B1, tables_BM = query_starts_B1[n:] - n, block_tables_BM[n:]
+    rest = prefill_attention_reference(q_TNH[n:], k_cache, v_cache, tables_BM, starts_B1, context_lens_B[n:])
+    if not n:
+        return rest
+    first = decode_attention_reference(q_TNH[:n], k_cache, v_cache, block_tables_BM[:n], context_lens_B[:n])
+    return torch.cat((first, rest))
 
 
 def paged_attention(

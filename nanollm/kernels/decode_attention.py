@@ -26,12 +26,14 @@ def decode_attention_reference(
     q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_BM: Tensor, context_lens_B: Tensor
 ) -> Tensor:
     """The definition: all rows at once, padded to the longest context. A row of context 0 gives zeros."""
-    shortest, longest = int(context_lens_B.min()), int(context_lens_B.max())
-    blocks_BM = block_tables_BM[:, : -(-longest // k_cache.shape[1])]
-    shape = (len(q_BNH), blocks_BM.shape[1] * k_cache.shape[1], *k_cache.shape[2:])
-    # index_select is several times as quick on the CPU as k_cache[blocks_BM].
-    k_BCKH = k_cache.index_select(0, blocks_BM.flatten()).view(shape)[:, :longest]
-    v_BCKH = v_cache.index_select(0, blocks_BM.flatten()).view(shape)[:, :longest]
+    context_lens = context_lens_B.tolist()
+    shortest, longest = min(context_lens), max(context_lens)
+    num_blocks = -(-longest // k_cache.shape[1])
+    shape = (len(context_lens), num_blocks * k_cache.shape[1], *k_cache.shape[2:])
+    blocks = block_tables_BM[:, :num_blocks].flatten()
+    # index_select is several times as quick on the CPU as k_cache[blocks].
+    k_BCKH = k_cache.index_select(0, blocks).view(shape)[:, :longest]
+    v_BCKH = v_cache.index_select(0, blocks).view(shape)[:, :longest]
     mask = None
     if shortest < longest:
         seen_BC = torch.arange(longest, device=q_BNH.device) < context_lens_B[:, None]
