@@ -1,5 +1,8 @@
 """How many KV blocks there may be, and the tensor that holds them."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,4 +60,11 @@ def allocate_kv_cache(
 ) -> Tensor:
     """[layers, 2 (k, v), blocks, block_size, K_r, H]. Zeros, so that masked reads of unused slots are finite."""
     shape = (config.num_layers, 2, num_blocks, block_size, len(heads.kv_heads), config.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros take memory when they are first written, so a large cache costs a small prompt neither memory nor
+    # the seconds that filling it takes. Cache lines start at multiples of 64 bytes.
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + 63, np.uint8))
+    start = -memory.data_ptr() % 64
+    return memory[start : start + size].view(dtype).view(shape)
