@@ -5,8 +5,8 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from nanollm.engine.sequence import Sequence as EngineSequence
 from nanollm.models.source import resolve_model
 from nanollm.outputs import EngineOutput, RequestOutput
 from nanollm.runtime.executor import Executor, Follower, resolve_device
-from nanollm.runtime.ranks import check_ranks, follow_torchrun, torchrun_world
+from nanollm.runtime.ranks import EngineDeadError, check_ranks, follow_torchrun, torchrun_world
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
@@ -85,7 +85,9 @@ class LLM:
             )
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
+        self._depth = 0  # of nested uses of the engine, in the thread that has the lock
         self._mailboxes: dict[int, deque[RequestOutput | EngineOutput | BaseException]] = {}
+        self._abandoned: deque[int] = deque()  # requests whose caller went away
 
     def generate(
         self,
@@ -101,7 +103,15 @@ class LLM:
         sampling_params: one for all, or one per prompt.
         Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
         """
-        requests = self._prepare_on_all_ranks(prompts, sampling_params)
+        return self._generate(lambda: prompts, sampling_params, use_tqdm)
+
+    def _generate(
+        self,
+        make_prompts: Callable[[], Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        requests = self._prepare_on_all_ranks(make_prompts, sampling_params)
         outputs: dict[int, RequestOutput] = {}
         with tqdm(
             total=len(requests), desc="generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
@@ -123,7 +133,7 @@ class LLM:
 
         Text and token_ids are cumulative. Closing the iterator early aborts what is left. Raises as generate does.
         """
-        requests = self._prepare_on_all_ranks(prompts, sampling_params)
+        requests = self._prepare_on_all_ranks(lambda: prompts, sampling_params)
         return _outputs(self._run(requests, stream=True))
 
     def chat(
@@ -139,10 +149,14 @@ class LLM:
         template_kwargs go to the chat template (enable_thinking=False, tools=[...]). Without sampling_params an answer
         may be as long as the context allows.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
-        token_prompts = [{"prompt": text, "prompt_token_ids": self._encode(text, special=False)} for text in prompts]
-        return self.generate(token_prompts, sampling_params or SamplingParams(max_tokens=None), use_tqdm=use_tqdm)
+
+        def render() -> list[dict[str, Any]]:
+            conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+            texts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
+            return [{"prompt": text, "prompt_token_ids": self._encode(text, special=False)} for text in texts]
+
+        params = SamplingParams(max_tokens=None) if sampling_params is None else sampling_params
+        return self._generate(render, params, use_tqdm)
 
     def apply_chat_template(self, messages: Any, **template_kwargs: Any) -> str:
         """The conversation as the prompt text that the model was trained on, up to where the assistant answers."""
@@ -176,10 +190,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
-        with self._lock:
+        with self._exclusive():
             try:
                 self._engine.reset()
             finally:
+                self._deliver_error(EngineDeadError("this engine was closed: make a new LLM"))
                 self._executor.close()
 
     def __enter__(self) -> "LLM":
@@ -212,17 +227,17 @@ class LLM:
             ]
 
     def _prepare_on_all_ranks(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self, make_prompts: Callable[[], Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[_Request]:
         """_prepare, and under torchrun make sure that every rank was given the same; if one raises, all do."""
         requests: list[_Request] = []
         error: Exception | None = None
         try:
-            requests = self._prepare(prompts, sampling_params)
+            requests = self._prepare(make_prompts(), sampling_params)
             inputs = repr(
                 [(r.sequence.token_ids.tobytes(), r.sequence.cache_salt, r.sequence.params) for r in requests]
             )
-        except (ValueError, TypeError) as problem:
+        except Exception as problem:
             error, inputs = problem, repr(problem)
         same = torchrun_world() is None or self._agree_on_call(hashlib.sha256(inputs.encode()).digest())
         if error is not None:
@@ -285,12 +300,12 @@ class LLM:
         mailbox: deque[RequestOutput | EngineOutput | BaseException] = deque()
         index_of: dict[int, int] = {}
         try:
-            with self._lock:
+            with self._exclusive():
                 for index, request in enumerate(requests):
                     seq = request.sequence
-                    self._engine.add(seq)
                     index_of[seq.request_id] = index
                     self._mailboxes[seq.request_id] = mailbox
+                    self._engine.add(seq)
                     if stream is not None:
                         self._processor.add(
                             seq.request_id,
@@ -303,7 +318,7 @@ class LLM:
                         )
             left = len(requests)
             while left:
-                with self._lock:
+                with self._exclusive():
                     if not mailbox:
                         self._pump()
                 while mailbox:
@@ -318,33 +333,55 @@ class LLM:
                         left -= 1
                     yield index, output
         finally:
-            with self._lock:
-                for request_id in index_of:
-                    self._mailboxes.pop(request_id, None)
-                    self._processor.discard(request_id)
-                    self._engine.abort(request_id)
-                while not self._mailboxes and self._engine.has_unfinished:
-                    self._engine.step()
+            self._abandoned.extend(index_of)
+            with self._exclusive():
+                pass
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Nobody else uses the engine meanwhile; requests that were abandoned are out of it afterwards.
+
+        Garbage collection may close a stream in the very thread that is inside: then the outer one takes it out.
+        """
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+                if self._depth == 1:
+                    self._take_out_abandoned()
+            finally:
+                self._depth -= 1
+
+    def _take_out_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            self._mailboxes.pop(request_id, None)
+            self._processor.discard(request_id)
+            self._engine.abort(request_id)
+        while not self._mailboxes and self._engine.has_unfinished:
+            self._engine.step()
 
     def _pump(self) -> None:
-        """Run one step and deliver what it brought. If it fails, everybody who waits gets the error."""
+        """Run one step and deliver what it brought. If anything fails, everybody who waits gets the error."""
         try:
             outputs = self._engine.step()
-            if isinstance(self._executor, Executor):
+            if isinstance(self._executor, Executor) and self._executor.has_followers:
                 self._executor.send_outputs(pack_outputs(outputs))
+            results, aborts = self._processor.process(outputs)
+            for result in results:
+                self._mailboxes[int(result.request_id)].append(result)
+            for output in outputs:
+                mailbox = self._mailboxes.get(output.request_id)
+                if mailbox is not None and output.logits and output.finish_reason is not None:
+                    mailbox.append(output)
+            for request_id in aborts:
+                self._engine.abort(request_id)
         except BaseException as error:
-            for box in {id(box): box for box in self._mailboxes.values()}.values():
-                box.append(error)
-            return
-        results, aborts = self._processor.process(outputs)
-        for result in results:
-            self._mailboxes[int(result.request_id)].append(result)
-        for output in outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None and output.logits and output.finish_reason is not None:
-                mailbox.append(output)
-        for request_id in aborts:
-            self._engine.abort(request_id)
+            self._deliver_error(error)
+
+    def _deliver_error(self, error: BaseException) -> None:
+        for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
+            mailbox.append(error)
 
 
 def _outputs(run: Generator[tuple[int, RequestOutput], None, None]) -> Iterator[RequestOutput]:
@@ -363,6 +400,6 @@ def _is_prompt(value: object) -> bool:
 def _token_list(prompt: object) -> Sequence[int]:
     """A prompt of token ids as a list; arrays and tensors are converted."""
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(values, (list, tuple)):
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise ValueError(f"a prompt must be a string, a list of token ids or a dict, got {prompt!r}")
     return values

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanollm import LLM, SamplingParams
+from nanollm import LLM, EngineDeadError, SamplingParams
 from nanollm.layers.activation import GatedMLP
 from tests.conftest import DEVICE, VOCAB_SIZE, random_prompt
 
@@ -283,3 +283,50 @@ def test_a_closed_engine_says_so(tiny: Any) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="this engine was closed"):
         llm.generate([[1]], GREEDY)
+
+
+def test_a_stream_open_at_close_says_so(tiny: Any) -> None:
+    llm = tiny("qwen3").llm()
+    stream = llm.generate_stream([random_prompt(9)], GREEDY)
+    next(stream)
+    llm.close()
+    with pytest.raises(EngineDeadError, match="this engine was closed"):
+        list(stream)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stream_dropped_inside_a_step_ends_after_it(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """As when garbage collection closes it in the thread that runs the step."""
+    model = tiny("qwen3")
+    with model.llm(overlap=overlap, enforce_eager=True) as llm:
+        streams = [llm.generate_stream([random_prompt(9)], SamplingParams(max_tokens=100, ignore_eos=True))]
+        next(streams[0])
+        forward = GatedMLP.forward
+
+        def drop(self: GatedMLP, hidden: Any) -> Any:
+            if streams:
+                streams.pop().close()  # type: ignore[attr-defined]
+            return forward(self, hidden)
+
+        monkeypatch.setattr(GatedMLP, "forward", drop)
+        (output,) = llm.generate([random_prompt(21)], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == model.greedy(random_prompt(21), 8)
+        assert_empty(llm)
+
+
+def test_a_tokenizer_that_fails_in_the_middle_loses_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, calls = llm._processor.process, []
+
+    def fail_once(outputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("from the tokenizer")
+        return process(outputs)
+
+    monkeypatch.setattr(llm._processor, "process", fail_once)
+    with pytest.raises(RuntimeError, match="from the tokenizer"):
+        llm.generate([random_prompt(9), random_prompt(4)], GREEDY, use_tqdm=False)
+    assert_empty(llm)
+    assert len(llm.generate([random_prompt(9)], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8

@@ -125,11 +125,6 @@ def world_is_taken() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def nccl_available() -> bool:
-    """Whether this PyTorch was built with NCCL."""
-    return dist.is_nccl_available()
-
-
 def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store_path: str | None) -> None:
     if store_path is None:
         shared, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))

@@ -38,6 +38,7 @@ class _Draft:
     sequences: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    num_all_logits: int = 0
 
 
 class Scheduler:
@@ -245,6 +246,9 @@ class Scheduler:
 
     def _take_chunk(self, draft: _Draft, seq: Sequence) -> None:
         room = min(self.chunk_limit, self.token_budget - draft.num_tokens)
+        if seq.all_logits:  # no more rows of logits than sampling takes: that much memory was set aside
+            room = min(room, self._num_rows - draft.num_all_logits)
+            draft.num_all_logits += max(min(room, seq.num_tokens - seq.num_computed_tokens), 0)
         if room > 0:
             self._take(draft, seq, min(seq.num_tokens - seq.num_computed_tokens, room))
 

@@ -30,7 +30,7 @@ class Hidden:
         return replace(self, residual_TD=residual_TD, pending_TD=pending_TD)
 
     def resolve(self, tp: TPGroup) -> tuple[Tensor, Tensor]:
-        """Do what is pending. Returns (normed_TD, residual_TD), both new."""
+        """Do what is pending. Returns (normed_TD, residual_TD)."""
         assert self.norm_weight_D is not None, "a norm must stand between two layers"
         if self.pending_TD is None:
             assert self.residual_TD is not None

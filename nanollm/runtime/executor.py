@@ -53,6 +53,11 @@ class Executor:
             raise EngineDeadError(self._dead)
         return self._runner
 
+    @property
+    def has_followers(self) -> bool:
+        """Whether the other ranks are a launcher's, with callers of their own."""
+        return bool(self.ranks.links) and not self.ranks.processes
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step on every rank; returns before the devices have run it."""
         runner = self.runner
@@ -71,14 +76,15 @@ class Executor:
     def discard(self) -> None:
         """Wait for all submitted steps and forget what they bring."""
         while self._pending:
-            self.collect()
+            with contextlib.suppress(Exception):  # a failed rank is remembered, and the next submit says so
+                self.collect()
 
     def agree_on_call(self, digest: bytes, next_request_id: int) -> bool:
         """Under torchrun: whether every rank was called with the same inputs; digest is of this rank's. Else True.
 
         next_request_id goes to the other ranks, so that all number requests alike.
         """
-        if self.ranks.processes or not self.ranks.links:
+        if not self.has_followers:
             return True
         with self._ends_all_ranks():
             theirs = [self.ranks.receive(r, Kind.CALL, self._step_timeout) for r in range(1, self.ranks.tp.size)]
@@ -88,7 +94,7 @@ class Executor:
 
     def send_outputs(self, packed: bytes) -> None:
         """Under torchrun: the outputs of a step to every rank, so that each returns them to its caller."""
-        if packed and not self.ranks.processes and self.ranks.links:
+        if packed:
             with self._ends_all_ranks():
                 self.ranks.send(Kind.OUTPUTS, packed, self._step_timeout)
 

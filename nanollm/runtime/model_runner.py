@@ -155,7 +155,9 @@ class ModelRunner:
 
     def describe(self) -> str:
         """One line for the log: what runs, how, and how much fits."""
-        graphs = f"CUDA graphs of {len(self.captured)} batch sizes" if self.captured else "no CUDA graphs"
+        graphs = "no CUDA graphs"
+        if self.captured:
+            graphs = f"CUDA graphs of {len(self.captured)} batch sizes, captured in {self.capture_seconds:.1f} s"
         tokens = self.num_kv_blocks * self.block_size
         return (
             f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, tensor "
