@@ -48,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--system", help="system message of the chat")
     generate.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     generate.add_argument("--device", help="auto, cpu or cuda")
-    generate.add_argument("--tensor-parallel-size", "--tp", type=int, help="number of GPUs that share the model")
+    generate.add_argument(
+        "--tensor-parallel-size", "--tp", type=int, help="number of GPUs, or processes on the CPU, that share the model"
+    )
     generate.add_argument("--max-model-len", type=int, help="most tokens of prompt plus answer")
     generate.add_argument("--load-format", help="auto, or dummy for random weights")
     generate.add_argument("--max-num-seqs", type=int, help="most prompts that run at once")
@@ -62,7 +64,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
     engine_args = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
-    llm = LLM(args.model or default_model(), **engine_args)
+    llm = LLM(default_model() if args.model is None else args.model, **engine_args)
     questions = args.prompts or [DEFAULT_PROMPT]
     prompts = questions if args.raw else [as_chat(llm, question, args.system) for question in questions]
     printer = AnswerPrinter(questions)

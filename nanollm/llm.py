@@ -151,6 +151,8 @@ class LLM:
         """
 
         def render() -> list[dict[str, Any]]:
+            if not isinstance(messages, Sequence) or isinstance(messages, str):
+                raise ValueError(f"messages must be a list of messages, or of such lists, got {messages!r}")
             conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
             texts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
             return [{"prompt": text, "prompt_token_ids": self._encode(text, special=False)} for text in texts]
@@ -212,10 +214,14 @@ class LLM:
     ) -> list[_Request]:
         """Tokenize and validate everything before anything is queued, so that a bad prompt loses nothing else."""
         many: Any = prompts
+        if isinstance(prompts, bytes) or (not isinstance(prompts, (str, Mapping, Sequence)) and not _is_array(prompts)):
+            raise ValueError(f"prompts must be one prompt or a list of them, got {prompts!r}")
         if isinstance(prompts, (str, Mapping)) or (len(prompts) and not _is_prompt(prompts[0])):
             many = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(many)
+        if not isinstance(sampling_params, Sequence):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}")
         if len(sampling_params) != len(many):
             raise ValueError(
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
@@ -273,8 +279,8 @@ class LLM:
             return prompt, self._encode(prompt, special=True), ""
         if not isinstance(prompt, Mapping):
             return None, _token_list(prompt), ""
-        if unknown := set(prompt) - _PROMPT_KEYS:
-            raise ValueError(f"unknown prompt field {sorted(unknown)[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
+        if unknown := sorted(set(prompt) - _PROMPT_KEYS, key=str):
+            raise ValueError(f"unknown prompt field {unknown[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
         text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
         if not isinstance(salt, str) or (text is not None and not isinstance(text, str)):
             raise ValueError("prompt and cache_salt must be strings")
@@ -393,8 +399,12 @@ def _outputs(run: Generator[tuple[int, RequestOutput], None, None]) -> Iterator[
 
 def _is_prompt(value: object) -> bool:
     """Whether a list's first element is a prompt itself, rather than a token id of the one prompt."""
-    is_array = bool(getattr(value, "shape", ()))
-    return is_array or isinstance(value, (str, Mapping, Sequence))
+    return _is_array(value) or isinstance(value, (str, Mapping, Sequence))
+
+
+def _is_array(value: object) -> bool:
+    """Whether it is a NumPy array or a tensor, and no scalar."""
+    return bool(getattr(value, "shape", ()))
 
 
 def _token_list(prompt: object) -> Sequence[int]:

@@ -6,6 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 MAX_TOKENS_LIMIT = 2**31 - 1
+GREEDY_BELOW = 1e-5  # a temperature under which dividing by it would overflow, or might as well be greedy
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -17,10 +18,21 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 
 def check_float(name: str, value: Any, low: float, high: float) -> float:
     """Return `value` as a finite float within [low, high]; ValueError names the field, the value and the range."""
-    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.inf
     if not (math.isfinite(number) and low <= number <= high):
         raise ValueError(f"{name} must be a finite number from {low:g} to {high:g}, got {value!r}")
     return number
+
+
+def check_list(name: str, value: Any) -> list[Any]:
+    """Return a list, tuple, set or array as a list, None as an empty one; ValueError for anything else."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, list | tuple | set | frozenset | type(None)):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    return list(values or [])
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -34,7 +46,7 @@ def check_bool(name: str, value: Any) -> bool:
 class SamplingParams:
     """Sampling settings of one request; names, defaults and meanings are vLLM's.
 
-    temperature: 0 is exact greedy; otherwise logits are divided by it before the draw. Range 0 to 100.
+    temperature: logits are divided by it before the draw. Below 1e-5 it is exact greedy. Range 0 to 100.
     max_tokens: most tokens to generate, 1 to 2**31 - 1; None means up to the model's context.
     stop: a string or list of strings that end the text; the match itself is cut off unless include_stop_str_in_output.
     stop_token_ids: token ids that end the output, beside the model's own EOS ids.
@@ -63,12 +75,13 @@ class SamplingParams:
             self.max_tokens = check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
         if self.seed is not None:
             self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else check_list("stop", self.stop)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be a non-empty string or a list of them, got {text!r}")
         self.stop_token_ids = [
-            check_int("stop_token_ids", token_id, 0, MAX_TOKENS_LIMIT) for token_id in self.stop_token_ids or []
+            check_int("stop_token_ids", token_id, 0, MAX_TOKENS_LIMIT)
+            for token_id in check_list("stop_token_ids", self.stop_token_ids)
         ]
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             check_bool(name, getattr(self, name))

@@ -330,3 +330,56 @@ def test_a_tokenizer_that_fails_in_the_middle_loses_nothing_else(llm: LLM, monke
         llm.generate([random_prompt(9), random_prompt(4)], GREEDY, use_tqdm=False)
     assert_empty(llm)
     assert len(llm.generate([random_prompt(9)], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (None, GREEDY, "prompts must be one prompt or a list of them, got None"),
+        (5, GREEDY, "prompts must be one prompt or a list of them, got 5"),
+        (b"bytes", GREEDY, "prompts must be one prompt or a list of them"),
+        ((i for i in range(3)), GREEDY, "prompts must be one prompt or a list of them"),
+        (torch.tensor(3), GREEDY, "prompts must be one prompt or a list of them"),
+        ([[1]], SamplingParams, "sampling_params must be SamplingParams or a list of them"),
+        ([[1]], 5, "sampling_params must be SamplingParams or a list of them, got 5"),
+        ({1: 2, "a": 3}, GREEDY, "unknown prompt field 1"),
+    ],
+)
+def test_what_is_no_prompt_and_no_params_is_named(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params)
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 10**400}, "temperature must be a finite number from 0 to 100"),
+        ({"temperature": float("nan")}, "temperature must be a finite number from 0 to 100, got nan"),
+        ({"temperature": -1}, "temperature must be a finite number from 0 to 100, got -1"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop": ""}, "stop must be a non-empty string"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"max_tokens": 0}, "max_tokens must be an integer from 1 to 2147483647, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer"),
+        ({"max_tokens": "8"}, "max_tokens must be an integer"),
+        ({"max_tokens": 2**31}, "max_tokens must be an integer"),
+        ({"seed": 2**63}, "seed must be an integer"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+    ],
+)
+def test_bad_sampling_params_name_field_value_and_range(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-20])
+def test_a_temperature_too_small_to_divide_by_is_greedy(tiny: Any, llm: LLM, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate([random_prompt(9)], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == tiny("qwen3").greedy(random_prompt(9), 8)
+
+
+def test_one_message_without_its_list_is_named(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="messages must be a list of messages"):
+        llm.chat({"role": "user", "content": "x"})  # type: ignore[arg-type]

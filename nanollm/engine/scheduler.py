@@ -15,6 +15,7 @@ from nanollm.engine.block_manager import BlockManager
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.sampling_params import GREEDY_BELOW
 
 
 class OutOfBlocks(Exception):
@@ -332,4 +333,5 @@ def _int32(values: list[int] | tuple[int, ...]) -> np.ndarray:
 
 def _pack_params(seq: Sequence) -> tuple[int, ...]:
     """The row's sampling parameters as the int32 words that StepPlan.params describes."""
-    return struct.unpack("<4i", struct.pack("<fqi", seq.params.temperature, seq.seed, 0))
+    temperature = seq.params.temperature if seq.params.temperature >= GREEDY_BELOW else 0.0
+    return struct.unpack("<4i", struct.pack("<fqi", temperature, seq.seed, 0))

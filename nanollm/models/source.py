@@ -159,6 +159,7 @@ def _download(model: str, revision: str | None, load_format: str, overrides: Map
 
 
 def _ask_hub(function: Callable[..., str], model: str, revision: str | None, **kwargs: Any) -> str:
+    import huggingface_hub
     from huggingface_hub import errors
 
     try:
@@ -177,9 +178,11 @@ def _ask_hub(function: Callable[..., str], model: str, revision: str | None, **k
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"{model} has no revision {revision!r} on the hub") from error
     except errors.LocalEntryNotFoundError as error:
+        offline = huggingface_hub.constants.HF_HUB_OFFLINE
         raise ValueError(
-            f"{model} is not in the local cache and the hub can't be reached: unset HF_HUB_OFFLINE or check the "
-            "network, set HF_TOKEN if the model is gated, or give the path of a local directory"
+            f"{model} is not in the local cache and "
+            + ("HF_HUB_OFFLINE is set: unset it" if offline else "the hub can't be reached: check the network")
+            + ", or give the path of a local directory or .gguf file"
         ) from error
     except errors.EntryNotFoundError as error:
         raise ValueError(f"{model} has no config.json; for a GGUF file, download it and give its path") from error
