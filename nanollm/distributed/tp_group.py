@@ -105,7 +105,7 @@ class TPGroup:
             end(None if self._owns_world else self._group)  # None is all groups there are
         self._group, self._owns_world = None, False
 
-    def _finish(self, work: dist.Work | None) -> None:
+    def _finish(self, work: "dist.Work | None") -> None:
         """Wait for a collective of gloo, whose own waiting hears neither Ctrl-C nor that another rank has failed."""
         if work is None:  # NCCL: the stream waits
             return

@@ -316,11 +316,14 @@ def test_workers_end_by_themselves_when_the_program_is_killed(tiny: Any, phase: 
         program.assert_gone_soon(15.0 if phase == "start" else 5.0)
 
 
-def test_program_that_ends_without_closing(tiny: Any) -> None:
-    with Program("to the end", tiny("qwen3").path) as program:
-        program.wait_for("done")
-        assert program.assert_gone_soon() == ""
-    assert program.process.returncode == 0
+def test_two_programs_at_once_that_end_without_closing(tiny: Any) -> None:
+    path = tiny("qwen3").path
+    with Program("to the end", path) as first, Program("to the end", path) as second:
+        for program in (first, second):
+            program.wait_for("done")
+        for program in (first, second):
+            assert program.assert_gone_soon() == ""
+            assert program.process.returncode == 0
 
 
 def test_program_without_a_main_guard_is_told_so(tiny: Any) -> None:

@@ -54,6 +54,9 @@ def test_every_rank_gets_the_outputs_of_one(model: TinyModel, tmp_path: Path, mo
         assert found["in own group"] == expected
         assert found["own group"] == [True, 2.0]
         assert "torchrun started 2 ranks, but tensor_parallel_size is 3" in found["wrong size"]
+        assert (
+            "rank 1 has other engine arguments, another model or another dtype than rank 0" in found["other arguments"]
+        )
         assert "prompt 1: prompt token 0 must be from 0 to 299, got 300" in found["invalid"]
         assert "ranks were called with different prompts" in found["different"]
         assert found["closed"] != "none"

@@ -57,6 +57,7 @@ def start(model: str, **kwargs: Any) -> LLM:
 
 def collective_calls(model: str) -> dict[str, Any]:
     result: dict[str, Any] = {"wrong size": error_of(start, model, tensor_parallel_size=3)}
+    result["other arguments"] = error_of(start, model, max_num_seqs=8 + RANK)
     with start(model) as llm:
         result |= outputs(llm)
         result["invalid"] = error_of(llm.generate, [[1], [300]], UNSEEDED)
