@@ -56,7 +56,9 @@ def assert_nothing_is_left() -> None:
 
 
 @pytest.fixture(autouse=True)
-def cleanly() -> Iterator[None]:
+def cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests' engines come and go in the machine's
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     before, num_threads = left_behind(), torch.get_num_threads()
     forward, load = GatedMLP.forward, model_runner.load_weights
     yield

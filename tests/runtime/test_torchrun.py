@@ -75,7 +75,7 @@ def test_every_rank_learns_which_one_failed(model: TinyModel, tmp_path: Path) ->
     for here, found in enumerate(ranks):
         for name, (error, seconds) in found.items():
             harm, _, failed = name.partition(" on rank ")
-            assert seconds < 8, name
+            assert seconds < 15, name  # two programs and torchrun itself on a busy machine
             if harm == "raise_now" and here == int(failed) == 1:
                 assert error == "RuntimeError: rank 1 can't load"
             else:
