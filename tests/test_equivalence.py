@@ -91,6 +91,41 @@ def test_any_head_dim_that_is_not_hidden_over_heads(tiny: Any, model_type: str, 
         torch.testing.assert_close(llm.compute_logits([prompt])[0], model.logits(prompt), atol=1e-4, rtol=0)
 
 
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn with its attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_scaled_rope_past_the_original_length(tiny: Any, kind: str, rope: str) -> None:
+    model = tiny(kind, rope_parameters={"rope_theta": 10000.0} | ROPES[rope])
+    prompt = random_prompt(200, seed=8)
+    with model.llm() as llm:
+        (logits,) = llm.compute_logits([prompt])
+        outputs = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    torch.testing.assert_close(logits, model.logits(prompt), atol=1e-4, rtol=0)
+    assert tokens(outputs) == [model.greedy(prompt, 16)]
+    plain = tiny(kind).logits(prompt)
+    assert not torch.allclose(logits, plain, atol=1e-2)  # the scaling did something
+
+
 def test_float32_layers_do_not_change_their_input(tiny: Any) -> None:
     prompt = random_prompt(20)
     with tiny("qwen3").llm(enable_prefix_caching=False) as llm:
