@@ -17,7 +17,6 @@ from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanollm.kernels.sampling import best_candidate
 from nanollm.kernels.silu_mul import silu_mul
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -167,10 +166,32 @@ def test_noise_is_the_definitions() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(("num_rows", "size", "first_id"), [(1, 1, 0), (6, 300, 0), (16, 151936, 0), (3, 50000, 1000)])
-def test_best_candidate(num_rows: int, size: int, first_id: int, greedy: bool, dtype: torch.dtype) -> None:
-    checks.check_best_candidate(num_rows, size, first_id=first_id, greedy=greedy, device="cuda", dtype=dtype)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (6, 300), (16, 151936)])
+def test_tile_stats(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    checks.check_tile_stats(num_rows, size, device="cuda", dtype=dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", checks.KINDS)
+@pytest.mark.parametrize("size", [151936, 1000])
+def test_filters(size: int, kind: str, dtype: torch.dtype) -> None:
+    checks.check_filters(size, kind, device="cuda", dtype=dtype)
+
+
+@DTYPES
+def test_filters_after_rules(dtype: torch.dtype) -> None:
+    checks.check_filters_after_rules(151936, device="cuda", dtype=dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize(("num_rows", "size", "first_id"), [(2, 1, 0), (7, 300, 0), (16, 151936, 0), (5, 50000, 1280)])
+def test_draw(num_rows: int, size: int, first_id: int, filtered: bool, dtype: torch.dtype) -> None:
+    checks.check_draw(num_rows, size, first_id=first_id, filtered=filtered, device="cuda", dtype=dtype)
+
+
+def test_advance_rows() -> None:
+    checks.check_advance_rows(device="cuda")
 
 
 def test_ties() -> None:
@@ -196,7 +217,6 @@ def test_public_functions_run_the_kernels_and_can_be_captured() -> None:
         lambda: add_rms_norm(x, x, weight, 1e-6),
         lambda: silu_mul(x),
         lambda: embedding(ids, x, 2, 3),
-        lambda: best_candidate(x, ids.float(), ids, ids, ids),
     ]
     for call in calls:
         call()

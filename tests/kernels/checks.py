@@ -4,14 +4,19 @@ They call the launchers, so that the Triton kernel runs whatever the device. Inp
 before the oracle sees them; outputs start as NaN, so that what isn't written fails.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanollm.kernels import token_rules
+from nanollm.kernels.advance_rows import _advance_rows_triton, advance_rows_reference
 from nanollm.kernels.backend import tl, triton
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton
+from nanollm.kernels.draw import _draw_triton, draw_reference
 from nanollm.kernels.embedding import _embedding_triton
+from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
 from nanollm.kernels.prepare_decode import (
     NEW_BLOCK,
@@ -22,16 +27,25 @@ from nanollm.kernels.prepare_decode import (
 )
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
-from nanollm.kernels.sampling import (
-    _best_candidate_triton,
-    _gumbel,
-    _noise_words,
-    best_candidate_reference,
-    gumbel,
-    noise_words,
-)
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
+from nanollm.kernels.threshold import _threshold_triton, threshold_reference
+from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
+from nanollm.kernels.token_rules import (
+    BAD_PREFIX,
+    COUNT_MASK,
+    FREQUENCY,
+    HAS_BAD_WORDS,
+    HAS_RULES,
+    NUM_SLOTS,
+    PRESENCE,
+    REPETITION,
+    RULES,
+    SLOT_SHIFT,
+    TOP_P,
+    RowLogits,
+    SamplerState,
+)
 
 # Relative error of a result that is rounded once, and of one whose softmax weights are rounded too.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 5e-3}
@@ -187,24 +201,26 @@ def check_qkv_to_cache(
 
 
 @triton.jit
-def _noise_kernel(words, noise, seed, choice, position, first_id, TILE: tl.constexpr, FAST: tl.constexpr):
-    quad = first_id // 4 + tl.arange(0, TILE // 4)
-    w0, w1, w2, w3 = _noise_words(quad, tl.load(position), tl.load(choice), tl.load(seed))
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    tl.store(words + tl.arange(0, TILE), word.to(tl.int64))
-    tl.store(noise + tl.arange(0, TILE), _gumbel(word, FAST))
+def _noise_kernel(words, noise, seed_low, seed_high, choice, position, first_id, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    seeds = tl.load(seed_low), tl.load(seed_high)
+    word = noise_word(seeds[0], seeds[1], tl.load(choice), tl.load(position), first_id + i, TOKEN_STREAM)
+    tl.store(words + i, word.to(tl.int64))
+    tl.store(noise + i, gumbel_noise(word))
 
 
 def check_noise(*, device: str) -> None:
     """Integers bit for bit; the float noise within rounding, most of all where it is large, since those values win."""
     for seed, choice, position, first_id in [
-        (0, 0, 0, 0), (-1, 3, 17, 4096), (2**63 - 1, 2**31, 2**31 + 5, 151_552), (-(2**63), 1, 40_000, 4)
+        (0, 0, 0, 0), (-1, 3, 17, 4096), (2**63 - 1, 2**31 - 1, 2**31 + 5, 151_552), (-(2**63), 1, 40_000, 4)
     ]:  # fmt: skip
+        halves = torch.tensor([seed]).view(torch.int32)[:, None].to(device)
         parameters = [torch.tensor([value], device=device) for value in (seed, choice, position)]
         words = torch.zeros(2048, dtype=torch.int64, device=device)
         noise = torch.zeros(2048, device=device)
-        _noise_kernel[(1,)](words, noise, *parameters, first_id, TILE=2048, FAST=words.is_cuda)
-        expected = noise_words(*parameters, first_id, 2048)[0]
+        _noise_kernel[(1,)](words, noise, *halves, *parameters[1:], first_id, SIZE=2048)
+        ids = first_id + torch.arange(2048, device=device)
+        expected = noise_words(*parameters, ids[None], TOKENS)[0]
         assert torch.equal(words, expected)
         u = ((expected.double() + 0.5) / 2**32).float().clamp(max=1 - 2**-24)
         exact = -torch.log(-torch.log1p(-u.double()))
@@ -212,33 +228,172 @@ def check_noise(*, device: str) -> None:
             torch.testing.assert_close(approximation.double(), exact, rtol=5e-7, atol=4e-6)
 
 
-def check_best_candidate(
-    num_rows: int, size: int, *, first_id: int, greedy: bool, device: str, dtype: torch.dtype
-) -> None:
+def make_state(num_rows: int, size: int, device: str = "cpu", **columns: list[float]) -> SamplerState:
+    """Rows without any filter or rule at temperature 1, but for the columns that are given (lists of a value a row)."""
+    state = SamplerState.empty(num_rows + 1, size, torch.device(device))
+    given = {"TEMPERATURE": [1.0], "TOP_P": [1.0], "REPETITION": [1.0], "SEED_LOW": list(range(num_rows))} | columns
+    for name, values in given.items():
+        column = getattr(token_rules, name)
+        dtype = torch.int32 if name in ("SEED_LOW", "SEED_HIGH", "CHOICE", "TOP_K", "RULES") else torch.float32
+        values = list(values) * num_rows if len(values) == 1 else values
+        state.params_RP[:num_rows, column] = torch.tensor(values, dtype=dtype).view(torch.int32).to(device)
+    return state
+
+
+def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
+    """Random penalties, biases and bans for every second row."""
+    words = torch.zeros_like(state.words_RV)
+    words += torch.randint(0, 4, words.shape).to(words) * (torch.rand(words.shape) < 0.1).to(words)
+    slots = torch.randint(0, NUM_SLOTS, words.shape) * (torch.rand(words.shape) < 0.3)
+    words |= slots.to(words) << SLOT_SHIFT
+    words[(torch.rand(words.shape) < 0.1).to(words.device)] |= -(2**31)
+    state.words_RV.copy_(words)
+    state.slots_R3S[:, 0] = torch.randn(state.slots_R3S[:, 0].shape).view(torch.int32).to(words)
+    state.slots_R3S[:, 1:] = torch.randint(0, 12, state.slots_R3S[:, 1:].shape).to(words)
+    state.slots_R3S[:, :, 0] = 0
+    for row in range(0, num_rows, 2):
+        state.params_RP[row, RULES] = HAS_RULES
+        values = torch.tensor([0.5 + row, 0.3, -0.7]).view(torch.int32).to(words)
+        state.params_RP[row, [REPETITION, FREQUENCY, PRESENCE]] = values
+
+
+def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    logits = randn(num_rows, size + 8, device=device, dtype=dtype)[:, :size]
-    temperature = torch.zeros(num_rows) if greedy else torch.rand(num_rows) * (torch.arange(num_rows) % 3 > 0)
-    seed, choice, position = (torch.randint(0, 2**31, (num_rows,), device=device) for _ in range(3))
-    parameters = (temperature.to(device), seed, choice, position, first_id)
-    value, index = _best_candidate_triton(logits, *parameters)
-    expected_value, expected_index = best_candidate_reference(logits, *parameters)
-    assert index.dtype == torch.int64
+    logits = randn(num_rows, size + 8, device=device, dtype=dtype)[:, :size] * 3
+    logits[:, ::7] = float("-inf")
+    logits[0, 0] = float("nan")
+    state = make_state(num_rows, size, device, TEMPERATURE=[0.7])
+    make_rules(state, num_rows, size)
+    order = torch.randperm(num_rows, device=device)
+    rows = RowLogits(logits, order, order + 3, state)
+    maxima, mass = _tile_stats_triton(rows)
+    expected = tile_stats_reference(rows)
+    torch.testing.assert_close(maxima, expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mass, expected[1], rtol=2e-5, atol=0)
+
+
+def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True) -> None:
+    """The same kept set as the definition's, which sorts in float64.
+
+    exact: False allows what float32 sums of the mass allow: the set of another top_p, 2e-6 away.
+    """
+    num_rows = len(logits)
+    index = torch.arange(num_rows, device=logits.device)
+    rows = RowLogits(logits, index, index + 3, state)
+    stats = _tile_stats_triton(rows)
+    found = _threshold_triton(rows, *stats)
+    x = rows.processed().logits_SV
+    if exact:
+        expected = [threshold_reference(rows)] * 2
+    else:
+        bounds = []
+        for change in (2e-6, -2e-6):
+            changed = replace(state, params_RP=state.params_RP.clone())
+            changed.params_RP.view(torch.float32)[:, TOP_P] += change
+            bounds.append(threshold_reference(replace(rows, state=changed)))
+        expected = bounds
+    kept, most, least = ((x >= limit[:, None]).sum(-1).tolist() for limit in (found, *expected))
+    for row, (fewest, count, largest) in enumerate(zip(least, kept, most, strict=True)):
+        assert fewest <= count <= largest, f"row {row} keeps {count} tokens, not {fewest} to {largest}"
+
+
+FILTERS = {
+    "TEMPERATURE": [1.0, 0.6, 1.0, 1.3, 0.6, 1.0, 2.0, 0.0, 0.01, 1.0],
+    "TOP_K": [0, 0, 20, 20, 1, 3000, 500, 5, 7, 2**30],
+    "TOP_P": [0.9, 1.0, 1.0, 0.95, 0.9, 0.5, 0.999, 0.5, 0.9, 1e-9],
+    "MIN_P": [0.0, 0.05, 0.0, 0.02, 0.0, 0.0, 1e-5, 0.5, 0.0, 0.0],
+}
+
+
+def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(num_rows, size) * 2
+    if kind == "ties":
+        x = x.round()
+    if kind == "equal":
+        x = x * 0 + 1.5
+    if kind == "mostly banned":
+        x[:, 3:] = float("-inf")
+    if kind == "one-hot":
+        x = x * 0
+        x[:, size // 2] = 60.0
+    if kind == "peaked":
+        x[:, ::97] += 12
+    if kind == "sorted":
+        x = x.sort(-1).values
+    if kind == "infinite":
+        x[:, 5], x[:, 6] = float("inf"), float("nan")
+    return x.to(device, dtype)
+
+
+KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "sorted", "infinite"]
+
+
+def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> None:
+    state = make_state(10, size, device, **FILTERS)
+    check_threshold(adversarial_logits(10, size, kind, device, dtype), state, exact=dtype != torch.float32)
+
+
+def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
+    state = make_state(10, size, device, **FILTERS)
+    make_rules(state, 10, size)
+    check_threshold(adversarial_logits(10, size, "random", device, dtype), state, exact=False)
+
+
+def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = randn(num_rows, size + 8, device=device, dtype=dtype)[:, :size] * 2
+    logits[-1] = float("-inf")
+    temperature = (torch.rand(num_rows) * (torch.arange(num_rows) % 3 > 0)).tolist()
+    filters = {"TOP_P": [0.8], "TOP_K": [max(size // 3, 1)]} if filtered else {}
+    state = make_state(num_rows, size, device, TEMPERATURE=temperature, SEED_HIGH=[5], CHOICE=[1], **filters)
+    make_rules(state, num_rows, size)
+    index = torch.arange(num_rows, device=device)
+    rows = RowLogits(logits, index, index + 3, state, first_id)
+    stats = _tile_stats_triton(rows)
+    limit = threshold_reference(rows)
+    value, token_id = _draw_triton(rows, *stats, limit)
+    expected_value, expected_id = draw_reference(rows, *stats, limit)
     # A near tie may fall either way, by the rounding of logarithms; with few random rows there is none.
-    assert torch.equal(index, expected_index)
-    torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=8e-6)
-    if greedy:
-        assert torch.equal(value, expected_value)
+    assert torch.equal(token_id, expected_id)
+    assert token_id[-1] == -1
+    torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=2e-5)
 
 
 def check_ties(*, device: str) -> None:
-    """Of equal logits the lowest id wins, within a tile and across tiles; a row of -inf names a real token."""
-    logits = torch.zeros(4, 5001, device=device)
+    """Of equal logits the lowest id wins, within a tile and across tiles; a row of -inf has no token."""
+    logits = torch.zeros(5, 5001, device=device)
     logits[1, [4999, 2500, 2499]] = 1.0
     logits[2, 5000] = 1.0
     logits[3] = float("-inf")
-    zeros = torch.zeros(4, dtype=torch.int64, device=device)
-    _, index = _best_candidate_triton(logits, zeros.float(), zeros, zeros, zeros, 400)
-    assert index.tolist() == [400, 2899, 5400, 400]
+    logits[4] = float("nan")
+    index = torch.arange(5, device=device)
+    rows = RowLogits(logits, index, index, make_state(5, 5001, device, TEMPERATURE=[0.0]), 384)
+    stats = _tile_stats_triton(rows)
+    _, token_id = _draw_triton(rows, *stats, threshold_reference(rows))
+    assert token_id.tolist() == [384, 2883, 5384, -1, -1]
+
+
+def check_advance_rows(*, device: str) -> None:
+    """Integers, so exactly the definition's: counts, last tokens, and bad words of 1 to 16 tokens."""
+    torch.manual_seed(0)
+    state = make_state(6, 512, device, RULES=[0, 1, 3, 3, 3, 1])
+    state.bad_words_RWN[:, :40, 0] = torch.randint(0, 50, (7, 40)).to(device)
+    state.bad_words_RWN[:, :40, 1:] = torch.randint(-1, 2, (7, 40, BAD_PREFIX)).to(device)
+    state.bad_words_RWN[:, :40, 1:-1] = -1
+    state.last_RH[:] = torch.randint(0, 2, state.last_RH.shape).to(device)
+    states = [replace(state, **{n: t.clone() for n, t in vars(state).items()}) for _ in range(2)]
+    lasts = [torch.zeros(7, dtype=torch.int64, device=device) for _ in range(2)]
+    row = torch.tensor([5, 0, 1, 2, 3, 4], device=device)
+    for token_ids in ([600, 100, 101, 0, 1, -1], [1, 0, 700, 1, 0, 1]):
+        arguments = (torch.tensor(token_ids, device=device), row, row * 10)
+        _advance_rows_triton(*arguments, states[0], lasts[0], 100)
+        advance_rows_reference(*arguments, states[1], lasts[1], 100)
+    assert torch.equal(*lasts)
+    assert states[0].words_RV[1, 1] & COUNT_MASK == 1
+    assert (states[0].slots_R3S != state.slots_R3S).any()
+    for name, ours in vars(states[0]).items():
+        assert torch.equal(ours, getattr(states[1], name)), name
 
 
 def check_skinny_matmul(

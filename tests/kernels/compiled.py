@@ -14,17 +14,21 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from nanollm.kernels import (
+    advance_rows,
     backend,
     decode_attention,
+    draw,
     embedding,
     prefill_attention,
     prepare_decode,
     qkv_to_cache,
     rms_norm,
-    sampling,
     silu_mul,
     skinny_matmul,
+    threshold,
+    tile_stats,
 )
+from nanollm.kernels.token_rules import RowLogits, SamplerState
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 
@@ -76,7 +80,12 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     rms_norm._rms_norm_triton(x, x, weight, 1e-6)
     silu_mul._silu_mul_triton(x)
     embedding._embedding_triton(long, x, 0, 16)
-    sampling._best_candidate_triton(x, torch.zeros(16), long, long, long)
+    sampler = SamplerState.empty(17, 6144, x.device)
+    for has_rules in (False, True):
+        rows = RowLogits(x, long, long, sampler, has_rules=has_rules)
+        stats = tile_stats._tile_stats_triton(rows)
+        draw._draw_triton(rows, *stats, threshold._threshold_triton(rows, *stats))
+    advance_rows._advance_rows_triton(long, long, long, sampler, long, 0)
     cache, norm = torch.zeros(2, 16, 8, 128, dtype=dtype), weight[:128]
     qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)
     table = torch.zeros(17, 4, dtype=torch.int32)

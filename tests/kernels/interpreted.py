@@ -105,10 +105,37 @@ def test_noise_is_the_definitions() -> None:
     checks.check_noise(device="cpu")
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize(("num_rows", "size", "first_id"), [(1, 1, 0), (6, 300, 0), (4, 2048, 40), (3, 5000, 1000)])
-def test_best_candidate(num_rows: int, size: int, first_id: int, greedy: bool) -> None:
-    checks.check_best_candidate(num_rows, size, first_id=first_id, greedy=greedy, **ON_CPU)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 128), (4, 300), (2, 5000)])
+def test_tile_stats(num_rows: int, size: int) -> None:
+    checks.check_tile_stats(num_rows, size, **ON_CPU)
+
+
+@pytest.mark.parametrize("kind", checks.KINDS)
+def test_filters(kind: str) -> None:
+    checks.check_filters(20_000, kind, **ON_CPU)
+
+
+@pytest.mark.parametrize("size", [1, 100, 1000])
+def test_filters_of_small_vocabularies(size: int) -> None:
+    checks.check_filters(size, "random", **ON_CPU)
+
+
+def test_filters_of_16_bit_logits() -> None:
+    checks.check_filters(20_000, "random", device="cpu", dtype=torch.float16)
+
+
+def test_filters_after_rules() -> None:
+    checks.check_filters_after_rules(3000, **ON_CPU)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+@pytest.mark.parametrize(("num_rows", "size", "first_id"), [(2, 1, 0), (7, 300, 0), (5, 2048, 128), (4, 5000, 1280)])
+def test_draw(num_rows: int, size: int, first_id: int, filtered: bool) -> None:
+    checks.check_draw(num_rows, size, first_id=first_id, filtered=filtered, **ON_CPU)
+
+
+def test_advance_rows() -> None:
+    checks.check_advance_rows(device="cpu")
 
 
 def test_ties() -> None:

@@ -1,0 +1,182 @@
+"""What a row's sampling parameters do to single logits: bans, bias and penalties, in vLLM's order.
+
+1. Tokens outside allowed_token_ids, tokens that would complete one of bad_words, and stop tokens before min_tokens,
+   get -inf. 2. logit_bias is added. 3. repetition_penalty divides positive and multiplies negative logits of tokens in
+the prompt or the output (Keskar et al., 2019); frequency_penalty × the token's count in the output is subtracted, and
+presence_penalty if that count is not 0. All in float32; NaN counts as -inf.
+
+What is special about a token in a row is one 32-bit word, kept on the device, so a row needs no host round trip: the
+token's count in the output, whether it is in the prompt, and a slot, which says its bias and when it is banned.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanollm.kernels.backend import tl, triton
+
+# Columns of params_RP: all int32, floats by their bits.
+(
+    TEMPERATURE,  # float; 0 is greedy
+    SEED_LOW,
+    SEED_HIGH,
+    CHOICE,
+    TOP_K,  # 0 for no limit
+    TOP_P,  # float
+    MIN_P,  # float
+    REPETITION,  # float
+    FREQUENCY,  # float
+    PRESENCE,  # float
+    RULES,  # of the constants below; 0 for a row whose logits are sampled as they are
+) = range(11)
+NUM_PARAMS = 11
+HAS_RULES, HAS_BAD_WORDS = 1, 2  # words_RV are to be read; bad_words_RWN too
+
+SLOT_SHIFT, SLOT_MASK = 21, 1023  # a word: count in bits 0-20, slot in bits 21-30, in the prompt in bit 31
+COUNT_MASK = (1 << SLOT_SHIFT) - 1
+NUM_SLOTS = SLOT_MASK + 1
+NO_SLOT, BANNED_SLOT, FIRST_SLOT = 0, 1, 2  # FIRST_SLOT and on are a row's own
+BIAS, UNTIL, BANNED_AT = 0, 1, 2  # planes of slots_R3S: float32 bits; banned at positions below; banned at this position
+NUM_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens, and tokens of one before its last
+
+_TEMPERATURE, _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
+    tl.constexpr(column) for column in (TEMPERATURE, REPETITION, FREQUENCY, PRESENCE, RULES)
+)
+_SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
+_NUM_SLOTS, _BANNED_SLOT = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT)
+PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
+
+
+@dataclass
+class SamplerState:
+    """What the sampler remembers of each of R rows, on the device; the last row is scratch, for padding. All int32.
+
+    params_RP: the columns above. words_RV: one for each token of this rank's share of the vocabulary.
+    slots_R3S: bias and bans of NUM_SLOTS slots, zeros in NO_SLOT. last_RH: the BAD_PREFIX tokens sampled last, oldest first, -2 for none.
+    bad_words_RWN: [R, NUM_BAD_WORDS, 1 + BAD_PREFIX]: slot of the last token (0 for no word), then the tokens before
+        it, right-aligned, -1 on the left.
+    """
+
+    params_RP: Tensor
+    words_RV: Tensor
+    slots_R3S: Tensor
+    last_RH: Tensor
+    bad_words_RWN: Tensor
+
+    @staticmethod
+    def empty(num_rows: int, vocab_share: int, device: torch.device) -> "SamplerState":
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return SamplerState(
+            zeros(num_rows, NUM_PARAMS),
+            zeros(num_rows, vocab_share),
+            zeros(num_rows, 3, NUM_SLOTS),
+            zeros(num_rows, BAD_PREFIX) - 2,
+            zeros(num_rows, NUM_BAD_WORDS, 1 + BAD_PREFIX),
+        )
+
+
+@dataclass
+class RowLogits:
+    """Logits to sample from, and the rows they belong to.
+
+    logits_SV: any float dtype, columns adjacent; this rank's share of the vocabulary, which starts at token first_id,
+        a multiple of 128. rows_S: int64, rows of the state. positions_S: int64, tokens before the one to be sampled.
+    has_rules: False if the rules were applied already. scratch_SV: float32, for kernels to keep the logits of rows
+        with rules in once they are applied; other rows of it are never touched.
+    """
+
+    logits_SV: Tensor
+    rows_S: Tensor
+    positions_S: Tensor
+    state: SamplerState
+    first_id: int = 0
+    has_rules: bool = True
+    scratch_SV: Tensor | None = None
+
+    def ints(self, column: int) -> Tensor:
+        """A column of the rows' parameters, int64 [S]."""
+        return self.state.params_RP[self.rows_S, column].long()
+
+    def floats(self, column: int) -> Tensor:
+        """A column of the rows' parameters, float32 [S]."""
+        return self.state.params_RP[self.rows_S, column].view(torch.float32)
+
+    def processed(self) -> "RowLogits":
+        """The same with the rules applied, float32: the definition."""
+        if not self.has_rules:
+            return self
+        x_SV = self.logits_SV.float()
+        x_SV = x_SV.where(x_SV == x_SV, float("-inf"))
+        if has_rules := (self.ints(RULES) != 0).nonzero()[:, 0].tolist():
+            for s in has_rules:
+                x_SV[s] = self._apply_rules(x_SV[s], s)
+        return replace(self, logits_SV=x_SV, has_rules=False)
+
+    def _apply_rules(self, x_V: Tensor, s: int) -> Tensor:
+        row, position = self.rows_S[s], self.positions_S[s]
+        word_V = self.state.words_RV[row, : len(x_V)]
+        count_V, in_prompt_V, slot_V = word_V & COUNT_MASK, word_V < 0, (word_V >> SLOT_SHIFT & SLOT_MASK).long()
+        bias_V, until_V, banned_at_V = self.state.slots_R3S[row][:, slot_V]
+        banned_V = (slot_V == BANNED_SLOT) | (position < until_V) | ((position == banned_at_V) & (slot_V > 0))
+        x_V = torch.where(banned_V, float("-inf"), x_V + bias_V.view(torch.float32))
+        penalty = self.floats(REPETITION)[s]
+        x_V = torch.where(in_prompt_V | (count_V > 0), torch.where(x_V > 0, x_V / penalty, x_V * penalty), x_V)
+        return x_V - self.floats(FREQUENCY)[s] * count_V - self.floats(PRESENCE)[s] * (count_V > 0)
+
+
+@triton.jit
+def int_param(params_RP, row, column: tl.constexpr):
+    return tl.load(params_RP + row * PARAMS_STRIDE + column)
+
+
+@triton.jit
+def float_param(params_RP, row, column: tl.constexpr):
+    return tl.load(params_RP + row * PARAMS_STRIDE + column).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
+    return (int_param(params_RP, row, _RULES) != 0) & HAS_RULES
+
+
+@triton.jit
+def load_raw(logits, column, mask):
+    """Logits of a row as they came, float32; NaN as -inf."""
+    x = tl.load(logits + column, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
+    """Logits of a row with its rules applied; they are in the scratch if it has any."""
+    if HAS_RULES:
+        if ruled:
+            x = tl.load(scratch + column, mask=mask, other=float("-inf"))
+        else:
+            x = load_raw(logits, column, mask)
+    else:
+        x = load_raw(logits, column, mask)
+    return x
+
+
+@triton.jit
+def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S):
+    """RowLogits.processed on the device: x are raw logits of the row at these columns."""
+    word = tl.load(words_RV + row * words_stride + column, mask=mask, other=0)
+    count = (word & _COUNT_MASK).to(tl.float32)
+    slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
+    slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
+    has_slot = slot > 0
+    bias = tl.load(slots, mask=has_slot, other=0).to(tl.float32, bitcast=True)
+    until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
+    banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
+    banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
+    x = tl.where(banned, float("-inf"), x + bias)
+    penalty = float_param(params_RP, row, _REPETITION)
+    x = tl.where((count > 0) | (word < 0), tl.where(x > 0, x / penalty, x * penalty), x)
+    x -= float_param(params_RP, row, _FREQUENCY) * count
+    return tl.where(count > 0, x - float_param(params_RP, row, _PRESENCE), x)
