@@ -30,6 +30,10 @@ class _Graphs:
     sample: torch.cuda.CUDAGraph
     ids_B: Tensor
 
+    def replay(self) -> None:
+        self.forward.replay()
+        self.sample.replay()
+
 
 class DecodeSteps:
     """Runs steps of one token a row, the same way with and without CUDA graphs.
@@ -86,11 +90,14 @@ class DecodeSteps:
             words_BW[:num_rows, NEW_BLOCK][np.isin(plan.row_ids_B, plan.append_rows)] = plan.append_blocks
             self._rows.append_on_host(plan)
         self._words[:size].copy_(staging, non_blocking=True)
-        if (graphs := self._graphs.get(size)) is None:
+        if (graphs := self.graphs_for(num_rows)) is None:
             return self._sample(self._forward(size), size)[:num_rows]
-        graphs.forward.replay()
-        graphs.sample.replay()
+        graphs.replay()
         return graphs.ids_B[:num_rows]
+
+    def graphs_for(self, num_rows: int) -> _Graphs | None:
+        """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
+        return self._graphs.get(self._size_for[num_rows])
 
     def capture(self, sizes: list[int]) -> float:
         """Capture these sizes, largest first; returns the seconds it took. Every rank does so in the same order."""
