@@ -75,7 +75,9 @@ def measure(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
     random_ids = random.Random(batch)
 
     def prompts() -> list[list[int]]:
-        return [[random_ids.randrange(llm.model_config.vocab_size) for _ in range(args.prompt_len)] for _ in range(batch)]
+        return [
+            [random_ids.randrange(llm.model_config.vocab_size) for _ in range(args.prompt_len)] for _ in range(batch)
+        ]
 
     def seconds(num_tokens: int) -> float:
         asked = prompts()

@@ -49,7 +49,6 @@ class DecodeSteps:
         device = rows.device
         self._words = torch.zeros(max_rows, NUM_WORDS, dtype=torch.int32, device=device)
         self._inputs = DecodeInputs.empty(max_rows, rows.state)
-        self._starts_B1 = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = torch.zeros(_STAGING, max_rows, NUM_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._turn = 0
@@ -131,9 +130,9 @@ class DecodeSteps:
             positions_T=inputs.positions_B[:size],
             slots_T=inputs.slots_B[:size],
             block_tables_BM=inputs.block_tables_BM[:size],
-            query_starts_B1=self._starts_B1[: size + 1],
             context_lens_B=inputs.context_lens_B[:size],
-            num_decodes=size,
+            decode_lens_C=inputs.context_lens_B[:size],
+            query_starts_B1=None,
             logit_rows_L=None,
         )
         return self._model(batch)
