@@ -12,6 +12,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Measured: long prompts take a fifth less than with 16 on an H200, where a tile of the prefill kernel is one block.
 GPU_BLOCK_SIZE = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -237,6 +238,10 @@ class EngineConfig:
         slow), or "auto": of triton and flash the faster for this GPU.
     long_prefill_token_threshold: most tokens of one prompt in one step; 0 is no limit.
     tensor_parallel_size: ranks (GPUs, or processes on the CPU) that share the model.
+    max_logprobs: most log probabilities that a request may ask for at a token; -1 is the whole vocabulary.
+    logprobs_mode: what logprobs are of: "raw_logprobs", the model's own distribution; "processed_logprobs", the one
+        that is drawn from; "raw_logits" and "processed_logits", logits instead. Of prompt tokens they are always raw.
+    generation_config: "auto" takes defaults from the model's generation_config.json, "vllm" does not.
     step_timeout: seconds after which a rank that doesn't answer is taken for dead.
     """
 
@@ -259,6 +264,9 @@ class EngineConfig:
     attention_backend: str = "auto"
     long_prefill_token_threshold: int = 0
     tensor_parallel_size: int = 1
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    generation_config: str = "auto"
     step_timeout: float = 300.0
     revision: str | None = None
     hf_overrides: dict[str, Any] = field(default_factory=dict)
@@ -282,6 +290,8 @@ class EngineConfig:
         for name, choices in (
             ("dtype", DTYPES),
             ("load_format", ("auto", "dummy")),
+            ("logprobs_mode", LOGPROBS_MODES),
+            ("generation_config", ("auto", "vllm")),
             ("attention_backend", ("auto", "triton", "flash", "torch")),
         ):
             if getattr(self, name) not in choices:
@@ -294,6 +304,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1, 2**20),
             ("long_prefill_token_threshold", 0, 2**31 - 1),
             ("tensor_parallel_size", 1, 1024),
+            ("max_logprobs", -1, 2**31 - 1),
         ):
             setattr(self, name, check_int(name, getattr(self, name), low, high))
         for name, low, high in (

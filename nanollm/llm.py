@@ -23,7 +23,7 @@ from nanollm.runtime.ranks import EngineDeadError, check_ranks, follow_torchrun,
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
-from nanollm.text.tokenizer import encode_prompt, load_tokenizer
+from nanollm.text.tokenizer import encode_bad_words, encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 class _Request:
     """A validated request, not queued yet."""
 
-    sequence: EngineSequence
+    sequences: list[EngineSequence]  # the n continuations
     prompt: str | None
 
 
@@ -66,6 +66,7 @@ class LLM:
         )
         check_ranks(self.config, source.config, device)
         self.model_config = source.config
+        self._generation_config = source.generation_config if self.config.generation_config == "auto" else {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
         where = self.config.tokenizer or source.path
         if where is not None and not self.config.skip_tokenizer_init:
@@ -100,7 +101,7 @@ class LLM:
 
         prompts: one or a list of: a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}, these
             with an optional "cache_salt" (prompts share cached prefixes only within one salt).
-        sampling_params: one for all, or one per prompt.
+        sampling_params: one for all, or one per prompt; None takes get_default_sampling_params().
         Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
         """
         return self._generate(lambda: prompts, sampling_params, use_tqdm)
@@ -119,7 +120,7 @@ class LLM:
             num_tokens = 0
             for index, output in self._run(requests, stream=False):
                 outputs[index] = output
-                num_tokens += len(output.outputs[0].token_ids)
+                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
                 bar.update()
                 bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
         return [outputs[index] for index in range(len(requests))]
@@ -146,8 +147,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the assistant's next message of one conversation, or of each in a list of them.
 
-        template_kwargs go to the chat template (enable_thinking=False, tools=[...]). Without sampling_params an answer
-        may be as long as the context allows.
+        template_kwargs go to the chat template (enable_thinking=False, tools=[...]). Without sampling_params they are
+        get_default_sampling_params(), and an answer may be as long as the context allows.
         """
 
         def render() -> list[dict[str, Any]]:
@@ -157,8 +158,22 @@ class LLM:
             texts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
             return [{"prompt": text, "prompt_token_ids": self._encode(text, special=False)} for text in texts]
 
-        params = SamplingParams(max_tokens=None) if sampling_params is None else sampling_params
-        return self._generate(render, params, use_tqdm)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+            if "max_new_tokens" not in self._generation_config:
+                sampling_params.max_tokens = None
+        return self._generate(render, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where none are given: the model's generation_config.json, as far as vLLM reads it, unless
+        generation_config="vllm"; SamplingParams' own defaults for the rest."""
+        names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+        names["max_new_tokens"] = "max_tokens"
+        given = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
+        try:
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {error}; generation_config='vllm' ignores it") from None
 
     def apply_chat_template(self, messages: Any, **template_kwargs: Any) -> str:
         """The conversation as the prompt text that the model was trained on, up to where the assistant answers."""
@@ -219,7 +234,7 @@ class LLM:
         if isinstance(prompts, (str, Mapping)) or (len(prompts) and not _is_prompt(prompts[0])):
             many = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(many)
+            sampling_params = [sampling_params or self.get_default_sampling_params()] * len(many)
         if not isinstance(sampling_params, Sequence):
             raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}")
         if len(sampling_params) != len(many):
@@ -240,9 +255,8 @@ class LLM:
         error: Exception | None = None
         try:
             requests = self._prepare(make_prompts(), sampling_params)
-            inputs = repr(
-                [(r.sequence.token_ids.tobytes(), r.sequence.cache_salt, r.sequence.params) for r in requests]
-            )
+            firsts = [request.sequences[0] for request in requests]
+            inputs = repr([(seq.token_ids.tobytes(), seq.cache_salt, seq.params) for seq in firsts])
         except Exception as problem:
             error, inputs = problem, repr(problem)
         same = torchrun_world() is None or self._agree_on_call(hashlib.sha256(inputs.encode()).digest())
@@ -268,10 +282,15 @@ class LLM:
             params = replace(params)
             if params.stop:
                 self._need_tokenizer("stop strings")
-            sequence = self._engine.make_sequence(token_ids, params, all_logits=all_logits, cache_salt=salt)
+            bad_words: list[list[int]] = []
+            if params.bad_words:
+                bad_words = encode_bad_words(self._need_tokenizer("bad_words"), params.bad_words)
+            sequences = self._engine.make_sequences(
+                token_ids, params, all_logits=all_logits, cache_salt=salt, bad_words=bad_words
+            )
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
-        return _Request(sequence, text)
+        return _Request(sequences, text)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
         """Returns (text if there is one, token ids, cache salt)."""
@@ -308,18 +327,19 @@ class LLM:
         try:
             with self._exclusive():
                 for index, request in enumerate(requests):
-                    seq = request.sequence
-                    index_of[seq.request_id] = index
-                    self._mailboxes[seq.request_id] = mailbox
-                    self._engine.add(seq)
+                    for seq in request.sequences:
+                        index_of[seq.request_id] = index
+                        self._mailboxes[seq.request_id] = mailbox
+                        self._engine.add(seq)
+                    first = request.sequences[0]
                     if stream is not None:
                         self._processor.add(
-                            seq.request_id,
-                            str(seq.request_id),
+                            first.request_id,
+                            str(first.request_id),
                             request.prompt,
-                            seq.token_ids.tolist(),
-                            seq.params,
-                            seq.metrics,
+                            first.token_ids.tolist(),
+                            first.params,
+                            first.metrics,
                             stream=stream,
                         )
             left = len(requests)

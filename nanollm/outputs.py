@@ -9,25 +9,50 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds of time.monotonic(); None until it happened."""
+    """Times of one request, in seconds of time.monotonic(); None until it happened. num_tokens: generated so far.
+
+    Of several continuations (n > 1), those of the first.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
+    num_tokens: int = 0
+
     @property
     def ttft(self) -> float | None:
         """Time to first token, seconds: arrival to the first token read back."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, seconds; None before the end, or if there was only one."""
+        if self.first_token_time is None or self.finished_time is None or self.num_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_tokens - 1)
+
+
+@dataclass
+class TokenLogprobs:
+    """A token's log probability and rank (1 is the likeliest), and the likeliest tokens: ids, log probabilities."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 @dataclass
 class EngineOutput:
     """What one step brought one request: token ids only, the text side turns them into text.
 
-    finish_reason: None while running, then "stop" (EOS or a stop token), "length" or "abort".
+    finish_reason: None while running, then "stop" (EOS or a stop token), "length", "abort", or "error" if the model
+        left no token to choose.
     stop_reason: the stop token id that ended it; None for EOS, as in vLLM.
+    logprobs: of the new tokens, if they were asked for. prompt_logprobs: of the second prompt token and on, likewise,
+        with the first token.
     logits: for requests that asked for all logits: float32 [tokens, V] on the CPU, one a step, in order of position.
     """
 
@@ -38,6 +63,17 @@ class EngineOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     logits: "list[torch.Tensor]" = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass
+class Logprob:
+    """A token's log probability, its rank among all tokens (1 is the likeliest) and its text. Names are vLLM's."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -45,6 +81,7 @@ class CompletionOutput:
     """One generated continuation. Field names are vLLM's.
 
     stop_reason: the stop string or stop token id that ended it; None for EOS and for "length".
+    logprobs: if asked for, for each token a dict of it and the likeliest tokens. cumulative_logprob: of all tokens.
     """
 
     index: int
@@ -52,6 +89,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass
@@ -59,6 +98,7 @@ class RequestOutput:
     """A request's prompt and everything generated for it so far. Field names are vLLM's.
 
     num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+    prompt_logprobs: if asked for, for each prompt token a dict as in CompletionOutput.logprobs; None for the first.
     """
 
     request_id: str
@@ -68,3 +108,4 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,12 +1,37 @@
-"""SamplingParams: how one request's tokens are chosen and when it stops. Validated on construction."""
+"""SamplingParams: how one request's tokens are chosen and when it stops. Validated on construction.
+
+Also how they are laid out in the int32 words that rank 0 sends and kernels read.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_CHOICES = 16384
 GREEDY_BELOW = 1e-5  # a temperature under which dividing by it would overflow, or might as well be greedy
+
+# What a row's sampler reads, a word each; floats as their bits.
+(
+    TEMPERATURE,  # float; 0 is greedy
+    SEED_LOW,
+    SEED_HIGH,
+    CHOICE,
+    TOP_K,  # 0 is no limit
+    TOP_P,  # float
+    MIN_P,  # float
+    REPETITION,  # float
+    FREQUENCY,  # float
+    PRESENCE,  # float
+    RULES,  # the sum of what applies of HAS_RULES and HAS_BAD_WORDS
+) = range(11)
+NUM_PARAMS = 11
+HAS_RULES, HAS_BAD_WORDS = 1, 2  # single logits are changed; bad words of several tokens are looked for
+# Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
+NUM_SLOTS, NO_SLOT, BANNED_SLOT, FIRST_SLOT = 1024, 0, 1, 2
+MAX_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens; most tokens before the last of one
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -46,44 +71,122 @@ def check_bool(name: str, value: Any) -> bool:
 class SamplingParams:
     """Sampling settings of one request; names, defaults and meanings are vLLM's.
 
+    n: continuations of the prompt, 1 to 16384; each has noise of its own, and they share the prompt's KV blocks.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once or times their count;
+        -2 to 2. repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output;
+        0.01 to 100, 1 is off.
     temperature: logits are divided by it before the draw. Below 1e-5 it is exact greedy. Range 0 to 100.
-    max_tokens: most tokens to generate, 1 to 2**31 - 1; None means up to the model's context.
+    top_p: keep the smallest set of likeliest tokens that has this much probability; above 0, 1 is off.
+    top_k: keep the k likeliest tokens (and those equal to the k-th); 0 and -1 are off.
+    min_p: keep tokens of at least min_p times the likeliest token's probability; 0 to 1, 0 is off.
+    seed: any integer from -2**63 to 2**63 - 1. The same (prompt, seed) gives the same tokens alone or in any batch.
+        None draws one from the engine's seed.
     stop: a string or list of strings that end the text; the match itself is cut off unless include_stop_str_in_output.
     stop_token_ids: token ids that end the output, beside the model's own EOS ids.
     ignore_eos: keep generating past the model's EOS ids (stop and stop_token_ids still count).
-    seed: any integer from -2**63 to 2**63 - 1. The same (prompt, seed) gives the same tokens alone or in any batch.
-        None draws one from the engine's seed.
+    max_tokens: most tokens to generate, 1 to 2**31 - 1; None means up to the model's context.
+    min_tokens: until so many are generated no EOS, stop token or stop string ends the output.
+    logprobs, prompt_logprobs: how many of the likeliest tokens' log probabilities to return for each generated or
+        prompt token, beside its own: 0 or more, -1 for the whole vocabulary, None for nothing at all.
     detokenize: False returns token ids only (then `stop` can't be used).
     skip_special_tokens: leave special tokens such as <|im_end|> out of the text.
+    spaces_between_special_tokens: put spaces around them, where the tokenizer is one of Python code.
+    logit_bias: token id -> what to add to its logit, -100 to 100. allowed_token_ids: the only ones that may come.
+    bad_words: strings that must not come, with or without a space before them: the last token of each is banned where
+        its other tokens were just generated.
+    bad_words, logit_bias and min_tokens together may single out 1022 tokens.
 
     Raises ValueError, naming the field, the value and the range, for anything else.
     """
 
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
-    max_tokens: int | None = 16
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
     stop: str | list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.temperature = check_float("temperature", self.temperature, 0.0, 100.0)
-        if self.max_tokens is not None:
-            self.max_tokens = check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+        for name, low, high in (
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", 0.01, 100.0),
+            ("temperature", 0.0, 100.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+        ):
+            setattr(self, name, check_float(name, getattr(self, name), low, high))
+        if self.top_p == 0:
+            raise ValueError(
+                "top_p must be above 0 and at most 1, got 0: use temperature=0 or top_k=1 for the likeliest"
+            )
+        self.n = check_int("n", self.n, 1, MAX_CHOICES)
+        self.top_k = max(check_int("top_k", self.top_k, -1, MAX_TOKENS_LIMIT), 0)
         if self.seed is not None:
             self.seed = check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        self.stop = [self.stop] if isinstance(self.stop, str) else check_list("stop", self.stop)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must be a non-empty string or a list of them, got {text!r}")
-        self.stop_token_ids = [
-            check_int("stop_token_ids", token_id, 0, MAX_TOKENS_LIMIT)
-            for token_id in check_list("stop_token_ids", self.stop_token_ids)
-        ]
-        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+        self.min_tokens = check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
+        if self.max_tokens is not None:
+            self.max_tokens = check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens must be at most max_tokens {self.max_tokens}, got {self.min_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, check_int(name, value, -1, MAX_TOKENS_LIMIT))
+        self.stop, self.bad_words = _strings("stop", self.stop), _strings("bad_words", self.bad_words)
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must name a token, got none: use None to allow all")
+        self.logit_bias = _biases(self.logit_bias)
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
             check_bool(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise ValueError("stop needs text: set detokenize=True, or use stop_token_ids instead")
+
+
+def _strings(name: str, value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else check_list(name, value)
+    for text in texts:
+        if not isinstance(text, str) or not text.strip(" " if name == "bad_words" else ""):
+            raise ValueError(f"{name} must be a non-empty string or a list of them, got {text!r}")
+    return texts
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    return [check_int(name, token_id, 0, MAX_TOKENS_LIMIT) for token_id in check_list(name, value)]
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"logit_bias must be a dict of token ids and biases, got {value!r}")
+    biases = {}
+    for token_id, bias in (value or {}).items():
+        if isinstance(token_id, str) and token_id.isdecimal():  # as in JSON
+            token_id = int(token_id)
+        token_id = check_int("logit_bias token id", token_id, 0, MAX_TOKENS_LIMIT)
+        biases[token_id] = check_float(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
+    return biases

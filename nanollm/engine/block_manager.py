@@ -98,9 +98,9 @@ class BlockManager:
         would leave fewer than `keep_free` blocks. Sets num_computed_tokens to the tokens that need no computing.
 
         At least one token is always left to compute, since its logits are what the step is for. A sequence that wants
-        logits of every position shares nothing.
+        something of every prompt token shares nothing.
         """
-        hits = self._match_prefix(seq)
+        hits = self._match_prefix(seq) if self.enable_prefix_caching else self._leaders_blocks(seq)
         num_new = self.num_blocks_for(seq.num_tokens) - len(hits)
         # A hit that nobody uses comes out of the free list too.
         if num_new + sum(block.ref_count == 0 for block in hits) + keep_free > self.num_free:
@@ -115,7 +115,7 @@ class BlockManager:
         seq.num_computed_tokens = len(hits) * self.block_size
         for _ in range(num_new):
             self.grow(seq)
-        if self.enable_prefix_caching and not seq.all_logits:
+        if self.enable_prefix_caching and not seq.needs_whole_prompt:
             self.prefix_queries += seq.num_tokens
             self.prefix_hits += seq.num_computed_tokens
         return True
@@ -198,7 +198,7 @@ class BlockManager:
     def _match_prefix(self, seq: Sequence) -> list[Block]:
         """The longest cached prefix of the sequence's tokens, short of its last token; sets first_miss."""
         seq.first_miss = None
-        if not self.enable_prefix_caching or seq.all_logits:
+        if seq.needs_whole_prompt:
             return []
         num_full = (seq.num_tokens - 1) // self.block_size
         hits: list[Block] = []
@@ -214,6 +214,13 @@ class BlockManager:
             hits.append(block)
             parent = block.content_id
         return hits
+
+    def _leaders_blocks(self, seq: Sequence) -> list[Block]:
+        """What the cache would find of the prompt of a request with n > 1 if it were on: the first one's blocks."""
+        if seq.leader is None:
+            return []
+        num_full = min(seq.num_prompt_tokens - 1, seq.leader.num_computed_tokens) // self.block_size
+        return [self.blocks[block_id] for block_id in seq.leader.block_ids[:num_full]]
 
     def _block_tokens(self, seq: Sequence, i: int) -> "array[int]":
         return seq.token_ids[i * self.block_size : (i + 1) * self.block_size]

@@ -4,10 +4,11 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from nanollm.config import EngineConfig, ModelConfig
+from nanollm.engine.row_rules import check_rules
 from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
 from nanollm.engine.sequence import Sequence, check_token_ids
 from nanollm.outputs import EngineOutput
@@ -53,6 +54,7 @@ class EngineCore:
         self.executor = executor
         self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
         self._model_config = model_config
+        self._max_logprobs = config.max_logprobs
         self._depth = 2 if overlap else 1
         self._in_flight: deque[Step] = deque()
         self._seeds = random.Random(config.seed)
@@ -66,16 +68,20 @@ class EngineCore:
         *,
         all_logits: bool = False,
         cache_salt: str = "",
+        bad_words: list[list[int]] | None = None,
     ) -> Sequence:
-        """Validate a request without queueing it. ValueError says what is wrong with it."""
-        for token_id in params.stop_token_ids:
-            if token_id >= self._model_config.vocab_size:
-                raise ValueError(
-                    f"stop_token_ids must be from 0 to {self._model_config.vocab_size - 1}, got {token_id}"
-                )
+        """Validate a request without queueing it. ValueError says what is wrong with it.
+
+        bad_words: the token ids of each of params.bad_words, all ways that it is spelled.
+        """
+        vocab_size = self._model_config.vocab_size
+        limit = vocab_size if self._max_logprobs < 0 else self._max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(params, name)) is not None and not 0 <= value <= limit and limit < vocab_size:
+                raise ValueError(f"{name} must be from 0 to {limit}, got {value}: raise max_logprobs, or make it -1")
         seq = Sequence(
             self.next_request_id,
-            check_token_ids(token_ids, self._model_config.vocab_size),
+            check_token_ids(token_ids, vocab_size),
             params,
             seed=self._seeds.getrandbits(64) - 2**63 if params.seed is None else params.seed,
             eos_token_ids=self._model_config.eos_token_ids,
@@ -83,10 +89,25 @@ class EngineCore:
             arrival_time=time.monotonic(),
             all_logits=all_logits,
             cache_salt=cache_salt,
+            bad_words=bad_words,
+            vocab_size=vocab_size,
         )
         self.next_request_id += 1
+        check_rules(seq, vocab_size)
         self.scheduler.check_fits(seq)
         return seq
+
+    def make_sequences(self, token_ids: AbstractSequence[int], params: SamplingParams, **kwargs: Any) -> list[Sequence]:
+        """The params.n sequences of a request, whose ids follow each other; arguments as in make_sequence.
+
+        The first computes the prompt; the others wait for it, and share its blocks.
+        """
+        leader = self.make_sequence(token_ids, params, **kwargs)
+        rest = replace(params, seed=leader.seed, prompt_logprobs=None) if params.n > 1 else params
+        others = [self.make_sequence(token_ids, rest, **kwargs) for _ in range(1, params.n)]
+        for choice, seq in enumerate(others, 1):
+            seq.choice, seq.leader = choice, leader
+        return [leader, *others]
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that make_sequence made."""

@@ -8,14 +8,14 @@ import numpy as np
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.sequence import Sequence
-from nanollm.outputs import EngineOutput
+from nanollm.outputs import EngineOutput, TokenLogprobs
 from nanollm.runtime.channel import Kind
 from nanollm.runtime.executor import Follower
 from nanollm.runtime.ranks import EngineDeadError
 from nanollm.runtime.step_plan import StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
 
-_FINISH_REASONS = (None, "stop", "length", "abort")
+_FINISH_REASONS = (None, "stop", "length", "abort", "error")
 
 
 class FollowerCore(EngineCore):
@@ -38,8 +38,11 @@ class FollowerCore(EngineCore):
         *,
         all_logits: bool = False,
         cache_salt: str = "",
+        bad_words: list[list[int]] | None = None,
     ) -> Sequence:
-        seq = super().make_sequence(token_ids, params, all_logits=all_logits, cache_salt=cache_salt)
+        seq = super().make_sequence(
+            token_ids, params, all_logits=all_logits, cache_salt=cache_salt, bad_words=bad_words
+        )
         self._made.append(seq)
         return seq
 
@@ -106,23 +109,40 @@ class _NoExecutor:
 
 
 def pack_outputs(outputs: list[EngineOutput]) -> bytes:
-    """Outputs as int32 words: id, finish reason, stop token or -1, cached tokens, number of new tokens, new tokens."""
+    """Outputs as int32 words: id, finish reason, stop token or -1, cached tokens, numbers of new tokens, of their and
+    of the prompt's log probabilities; then the new tokens, and those."""
     words = array("i")
     for output in outputs:
         stop = -1 if output.stop_reason is None else output.stop_reason
         finish = _FINISH_REASONS.index(output.finish_reason)
-        words.extend([output.request_id, finish, stop, output.num_cached_tokens, len(output.new_token_ids)])
-        words.extend(output.new_token_ids)
+        counts = [len(output.new_token_ids), len(output.logprobs), len(output.prompt_logprobs)]
+        words.extend([output.request_id, finish, stop, output.num_cached_tokens, *counts, *output.new_token_ids])
+        for token in (*output.logprobs, *output.prompt_logprobs):
+            words.extend([token.rank, len(token.top_ids), *token.top_ids])
+            words.frombytes(array("d", [token.logprob, *token.top_logprobs]).tobytes())
     return words.tobytes()
 
 
 def unpack_outputs(payload: "bytes | bytearray") -> list[EngineOutput]:
     """The inverse of pack_outputs; metrics and logits stay on rank 0."""
     words, outputs, at = array("i", payload), [], 0
+
+    def take(count: int) -> "array[int]":
+        nonlocal at
+        at += count
+        return words[at - count : at]
+
+    def take_logprobs() -> TokenLogprobs:
+        rank, num_top = take(2)
+        top_ids = take(num_top).tolist()
+        logprob, *top_logprobs = array("d", take(2 * num_top + 2).tobytes())
+        return TokenLogprobs(logprob, rank, top_ids, top_logprobs)
+
     while at < len(words):
-        request_id, finish, stop, num_cached, count = words[at : at + 5]
-        at += 5 + count
-        new_token_ids = words[at - count : at].tolist()
-        stop_reason = None if stop < 0 else stop
-        outputs.append(EngineOutput(request_id, new_token_ids, _FINISH_REASONS[finish], stop_reason, num_cached))
+        request_id, finish, stop, num_cached, num_new, num_logprobs, num_prompt = take(7)
+        output = EngineOutput(request_id, take(num_new).tolist(), _FINISH_REASONS[finish])
+        output.stop_reason, output.num_cached_tokens = None if stop < 0 else stop, num_cached
+        output.logprobs = [take_logprobs() for _ in range(num_logprobs)]
+        output.prompt_logprobs = [take_logprobs() for _ in range(num_prompt)]
+        outputs.append(output)
     return outputs

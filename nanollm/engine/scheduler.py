@@ -4,18 +4,18 @@ There is no prefill phase and no decode phase. A sequence has num_tokens and num
 running sequence some tokens to compute until the second catches up with the first; then it samples one more.
 """
 
-import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from nanollm.config import EngineConfig
 from nanollm.engine.block_manager import BlockManager
+from nanollm.engine.row_rules import pack_params, row_rules
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepPlan, StepResult
-from nanollm.sampling_params import GREEDY_BELOW
 
 
 class OutOfBlocks(Exception):
@@ -29,7 +29,8 @@ class Step:
     plan: StepPlan
     sequences: list[Sequence]
     sampled: list[Sequence]
-    logit_spans: list[tuple[Sequence, int]]  # sequences that want all logits, and how many positions this step brings
+    # Sequences that want logits or log probabilities of their prompt, and of how many positions this step brings them.
+    logit_spans: list[tuple[Sequence, int]]
 
 
 @dataclass
@@ -39,7 +40,7 @@ class _Draft:
     sequences: list[Sequence] = field(default_factory=list)
     num_new: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    num_all_logits: int = 0
+    num_prompt_logits: int = 0
 
 
 class Scheduler:
@@ -145,12 +146,19 @@ class Scheduler:
         self._num_in_flight -= 1
         for seq in step.sequences:
             seq.in_flight -= 1
-        if result.logits is not None:
-            start = 0
-            for seq, count in step.logit_spans:
+        logprobs = iter(result.logprobs)
+        for seq in step.sampled:
+            if seq.num_logprobs >= 0:
+                seq.logprobs = [next(logprobs)]
+        start = 0
+        for seq, count in step.logit_spans:
+            if seq.all_logits:
+                assert result.logits is not None
                 if seq.finish_reason is None:
                     seq.logits.append(result.logits[start : start + count])
                 start += count
+            else:
+                seq.prompt_logprobs.extend(islice(logprobs, count))
         outputs = []
         for seq, token_id in zip(step.sampled, result.token_ids, strict=True):
             if seq.finish_reason is not None:  # found finished, or aborted, one step late: a surplus token
@@ -158,8 +166,11 @@ class Scheduler:
                 continue
             seq.append(token_id)
             self.block_manager.commit(seq)
-            self.num_tokens_out += 1
-            if seq.num_output_tokens == 1:
+            new_token_ids = seq.token_ids[-1:].tolist() if seq.finish_reason != "error" else []
+            self.num_tokens_out += len(new_token_ids)
+            seq.metrics.num_tokens = seq.num_output_tokens
+            first = seq.metrics.first_token_time is None
+            if first:
                 seq.metrics.first_token_time = now
             if seq.finish_reason is not None:
                 seq.metrics.finished_time = now
@@ -167,12 +178,14 @@ class Scheduler:
             outputs.append(
                 EngineOutput(
                     seq.request_id,
-                    [token_id],
+                    new_token_ids,
                     seq.finish_reason,
                     seq.stop_reason,
                     seq.num_cached_tokens,
                     seq.metrics,
                     seq.logits,
+                    seq.logprobs if new_token_ids else [],
+                    seq.prompt_logprobs if first else [],
                 )
             )
         for seq in step.sequences:
@@ -222,6 +235,8 @@ class Scheduler:
         self.num_preemptions += 1
         self._release(seq)
         seq.logits.clear()  # they will come again
+        if seq.num_output_tokens == 0:
+            seq.prompt_logprobs.clear()
         self.waiting[seq.request_id] = seq
         self.waiting.move_to_end(seq.request_id, last=False)
 
@@ -230,6 +245,8 @@ class Scheduler:
         if not self.waiting:
             return None
         seq = next(iter(self.waiting.values()))
+        if seq.leader is not None and not self._has_shared(seq.leader):
+            return None
         room = self.block_manager.num_free - len(self.running)
         blocked_id, blocked_room = self._blocked
         if seq.request_id == blocked_id and room <= blocked_room and not self.block_manager.is_cached(seq.first_miss):
@@ -241,15 +258,24 @@ class Scheduler:
         self.running[seq.request_id] = seq
         seq.row = self._free_rows.pop()
         seq.token_on_device = False
+        seq.leader = None
         if seq.metrics.first_scheduled_time is None:  # what it finds again after a preemption was its own work
             seq.num_cached_tokens = seq.num_computed_tokens
         return seq
 
+    def _has_shared(self, leader: Sequence) -> bool:
+        """Whether the blocks of its prompt can be shared by now. It stands before those that wait for it, always."""
+        size = self.block_manager.block_size
+        return (
+            leader.finish_reason is not None
+            or leader.num_computed_tokens >= (leader.num_prompt_tokens - 1) // size * size
+        )
+
     def _take_chunk(self, draft: _Draft, seq: Sequence) -> None:
         room = min(self.chunk_limit, self.token_budget - draft.num_tokens)
-        if seq.all_logits:  # no more rows of logits than sampling takes: that much memory was set aside
-            room = min(room, self._num_rows - draft.num_all_logits)
-            draft.num_all_logits += max(min(room, seq.num_tokens - seq.num_computed_tokens), 0)
+        if seq.needs_whole_prompt:  # no more rows of logits than sampling takes: that much memory was set aside
+            room = min(room, self._num_rows - draft.num_prompt_logits)
+            draft.num_prompt_logits += max(min(room, seq.num_tokens - seq.num_computed_tokens), 0)
         if room > 0:
             self._take(draft, seq, min(seq.num_tokens - seq.num_computed_tokens, room))
 
@@ -267,6 +293,8 @@ class Scheduler:
         started: list[Sequence] = []
         spans: list[tuple[Sequence, int]] = []
         span_positions: list[int] = []
+        num_logprobs: list[int] = []
+        targets: list[int] = []
         end = 0
         for seq, num_new in zip(draft.sequences, draft.num_new, strict=True):
             start = seq.num_computed_tokens
@@ -284,14 +312,20 @@ class Scheduler:
                 seq.num_sent_blocks = len(seq.block_ids)
             seq.num_computed_tokens = start + num_new
             seq.in_flight += 1
-            if seq.all_logits:
-                spans.append((seq, num_new))
-                span_positions.extend(range(end - num_new, end))
+            if seq.needs_whole_prompt:
+                count = num_new if seq.all_logits else min(num_new, seq.num_prompt_tokens - 1 - start)
+                if count > 0:
+                    spans.append((seq, count))
+                    span_positions.extend(range(end - num_new, end - num_new + count))
+                    num_logprobs.extend([seq.num_prompt_logprobs] * count)
+                    targets.extend([-1] * count if seq.all_logits else seq.token_ids[start + 1 : start + 1 + count])
             if seq.num_computed_tokens == seq.num_tokens:  # caught up: its last position samples the next token
                 sampled.append(seq)
                 sampled_at.append(end - 1)
                 seq.num_pending += 1
                 seq.token_on_device = True
+        num_logprobs = [seq.num_logprobs for seq in sampled] + num_logprobs
+        rules = [row_rules(seq) for seq in started]
         rows, starts, counts = zip(*appends, strict=True) if appends else ((), (), ())
         plan = StepPlan(
             step=self._num_steps,
@@ -307,7 +341,10 @@ class Scheduler:
             logit_rows_L=_int32(sampled_at + span_positions),
             sampled_rows_S=_int32([seq.row for seq in sampled]),
             params_rows=_int32([seq.row for seq in started]),
-            params=_int32([word for seq in started for word in _pack_params(seq)]),
+            params=_int32([word for pair in zip(started, rules, strict=True) for word in pack_params(*pair)]),
+            rules=_int32([word for row in rules if row is not None for word in row.pack()]),
+            num_logprobs_L=_int32(num_logprobs if max(num_logprobs, default=-1) >= 0 else []),
+            targets=_int32(targets),
         )
         return Step(plan, draft.sequences, sampled, spans)
 
@@ -329,9 +366,3 @@ class Scheduler:
 
 def _int32(values: list[int] | tuple[int, ...]) -> np.ndarray:
     return np.array(values, np.int32)
-
-
-def _pack_params(seq: Sequence) -> tuple[int, ...]:
-    """The row's sampling parameters as the int32 words that StepPlan.params describes."""
-    temperature = seq.params.temperature if seq.params.temperature >= GREEDY_BELOW else 0.0
-    return struct.unpack("<4i", struct.pack("<fqi", temperature, seq.seed, 0))

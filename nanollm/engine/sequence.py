@@ -5,7 +5,7 @@ from collections.abc import Sequence as AbstractSequence
 from numbers import Integral
 from typing import TYPE_CHECKING
 
-from nanollm.outputs import RequestMetrics
+from nanollm.outputs import RequestMetrics, TokenLogprobs
 from nanollm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,6 +26,12 @@ def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array
     return array("i", token_ids)
 
 
+def _count(num_logprobs: int | None, vocab_size: int) -> int:
+    if num_logprobs is None:
+        return -1
+    return vocab_size if num_logprobs < 0 else min(num_logprobs, vocab_size)
+
+
 class Sequence:
     """A request's state. Invariants, with P = num_pending (tokens sampled on the device, not read back yet):
 
@@ -36,23 +42,31 @@ class Sequence:
 
     __slots__ = (
         "all_logits",
+        "bad_words",
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "choice",
         "content_ids",
+        "ends",
         "finish_reason",
         "first_miss",
         "in_flight",
+        "leader",
         "logits",
+        "logprobs",
         "max_tokens_total",
         "metrics",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_logprobs",
         "num_pending",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_sent_blocks",
         "params",
         "prefix_epoch",
+        "prompt_logprobs",
         "request_id",
         "row",
         "seed",
@@ -74,6 +88,8 @@ class Sequence:
         arrival_time: float = 0.0,
         all_logits: bool = False,
         cache_salt: str = "",
+        bad_words: "list[list[int]] | None" = None,
+        vocab_size: int = 2**31,
     ) -> None:
         self.request_id = request_id
         self.token_ids = token_ids
@@ -83,11 +99,18 @@ class Sequence:
         # Token id -> what stop_reason reports: None for EOS, as in vLLM.
         self.stop_token_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(eos_token_ids)
         self.stop_token_ids |= {t: t for t in params.stop_token_ids if t not in self.stop_token_ids}
+        self.ends = {*eos_token_ids, *params.stop_token_ids}  # what min_tokens bans, with ignore_eos too, as in vLLM
         # A limit that is known in advance is never planned past: no token is computed to be thrown away.
         new_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         # (Who wants logits of a prompt as long as the context still samples one token, as the others do.)
         self.max_tokens_total = min(self.num_prompt_tokens + new_tokens, max_model_len + all_logits)
         self.all_logits = all_logits
+        self.bad_words = bad_words or []  # token ids of each
+        # Top tokens whose log probabilities are wanted beside each token's own; -1 for nothing.
+        self.num_logprobs = _count(params.logprobs, vocab_size)
+        self.num_prompt_logprobs = _count(params.prompt_logprobs, vocab_size)
+        self.choice = 0  # which of the request's n continuations
+        self.leader: Sequence | None = None  # the first of them, whose prompt blocks the others share
         self.cache_salt = cache_salt
         self.metrics = RequestMetrics(arrival_time)
         self.num_computed_tokens = 0
@@ -105,6 +128,13 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.logits: list[torch.Tensor] = []
+        self.logprobs: list[TokenLogprobs] = []  # of the newest token
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether something is still wanted of every prompt token, so that none may come from the prefix cache."""
+        return self.all_logits or (self.num_prompt_logprobs >= 0 and self.num_output_tokens == 0)
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +149,9 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Take the oldest pending token, now read, and decide whether it ends the sequence."""
         self.num_pending -= 1
+        if token_id < 0:  # every token was impossible: all logits -inf, or not a number
+            self.finish_reason = "error"
+            return
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", self.stop_token_ids[token_id]

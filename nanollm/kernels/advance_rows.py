@@ -5,16 +5,8 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, runs_triton, tl, triton
-from nanollm.kernels.token_rules import (
-    BAD_PREFIX,
-    BANNED_AT,
-    HAS_BAD_WORDS,
-    NUM_BAD_WORDS,
-    NUM_SLOTS,
-    RULES,
-    SamplerState,
-    int_param,
-)
+from nanollm.kernels.token_rules import BANNED_AT, SamplerState, int_param
+from nanollm.sampling_params import BAD_PREFIX, HAS_BAD_WORDS, MAX_BAD_WORDS, NUM_SLOTS, RULES
 
 _RULES, _HAS_BAD_WORDS, _NUM_SLOTS = tl.constexpr(RULES), tl.constexpr(HAS_BAD_WORDS), tl.constexpr(NUM_SLOTS)
 _BANNED_AT = tl.constexpr(BANNED_AT)
@@ -105,7 +97,7 @@ def _advance_rows_triton(
             state.words_RV.stride(0),
             first_id,
             state.words_RV.shape[1],
-            WORDS=NUM_BAD_WORDS,
+            WORDS=MAX_BAD_WORDS,
             PREFIX=BAD_PREFIX,
             num_warps=1,
             **overlap(ids_S.device),

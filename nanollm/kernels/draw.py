@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
-from nanollm.kernels.noise import TILE_STREAM, TILES, TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
-from nanollm.kernels.tile_stats import LARGEST, TILE, TILE_SIZE, in_tiles
-from nanollm.kernels.token_rules import (
-    CHOICE,
-    SEED_HIGH,
-    SEED_LOW,
-    TEMPERATURE,
-    RowLogits,
-    float_param,
-    has_rules,
-    int_param,
-    load_logits,
+from nanollm.kernels.noise import (
+    TILE_STREAM,
+    TILES,
+    TOKEN_STREAM,
+    TOKENS,
+    gumbel,
+    gumbel_noise,
+    noise_word,
+    noise_words,
 )
+from nanollm.kernels.tile_stats import LARGEST, TILE, TILE_SIZE, in_tiles
+from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
+from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
 
 _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
     tl.constexpr(column) for column in (TEMPERATURE, SEED_LOW, SEED_HIGH, CHOICE)

@@ -17,19 +17,16 @@ NUM_WORDS = 4
 class DecodeState:
     """The per-row state on the device, R rows; the last row is scratch, for padding.
 
-    block_table_RM: int32. last_token_R, seed_R, choice_R: int64. temperature_R: float32.
+    block_table_RM: int32. last_token_R: int64.
     """
 
     block_table_RM: Tensor
     last_token_R: Tensor
-    temperature_R: Tensor
-    seed_R: Tensor
-    choice_R: Tensor
 
 
 @dataclass
 class DecodeInputs:
-    """One token of each of B rows, ready for the model and the sampler; fields as in StepBatch and SamplingBatch.
+    """One token of each of B rows, ready for the model and the sampler; fields as in StepBatch and RowLogits.
 
     rows_B: int64, the row of each; padding is the scratch row, has context 0 and slot -1.
     """
@@ -40,9 +37,6 @@ class DecodeInputs:
     slots_B: Tensor
     context_lens_B: Tensor
     block_tables_BM: Tensor
-    temperature_B: Tensor
-    seed_B: Tensor
-    choice_B: Tensor
     sample_positions_B: Tensor
 
     def first(self, size: int) -> "DecodeInputs":
@@ -52,9 +46,9 @@ class DecodeInputs:
     @staticmethod
     def empty(size: int, state: DecodeState) -> "DecodeInputs":
         """Buffers for a bucket of `size` rows."""
-        dtypes = {"context_lens_B": torch.int32, "block_tables_BM": torch.int32, "temperature_B": torch.float32}
+        dtypes = {"context_lens_B": torch.int32, "block_tables_BM": torch.int32}
         shape = {"block_tables_BM": (size, state.block_table_RM.shape[1])}
-        device = state.seed_R.device
+        device = state.last_token_R.device
         names = [field.name for field in fields(DecodeInputs)]
         return DecodeInputs(
             **{n: torch.zeros(shape.get(n, size), dtype=dtypes.get(n, torch.int64), device=device) for n in names}
@@ -77,9 +71,6 @@ def prepare_decode_reference(words_BW: Tensor, state: DecodeState, inputs: Decod
     inputs.slots_B.copy_(torch.where(padding, -1, block * block_size + computed % block_size))
     inputs.context_lens_B.copy_(torch.where(padding, 0, computed + 1))
     inputs.block_tables_BM.copy_(state.block_table_RM[row])
-    inputs.temperature_B.copy_(state.temperature_R[row])
-    inputs.seed_B.copy_(state.seed_R[row])
-    inputs.choice_B.copy_(state.choice_R[row])
     inputs.sample_positions_B.copy_(computed + 1)
 
 
@@ -88,18 +79,12 @@ def _prepare_decode_kernel(
     words_BW,
     block_table_RM,
     last_token_R,
-    temperature_R,
-    seed_R,
-    choice_R,
     rows_B,
     token_ids_B,
     positions_B,
     slots_B,
     context_lens_B,
     block_tables_BM,
-    temperature_B,
-    seed_B,
-    choice_B,
     sample_positions_B,
     scratch_row,
     num_columns,
@@ -124,9 +109,6 @@ def _prepare_decode_kernel(
     slot = last_block.to(tl.int64) * BLOCK_SIZE + computed % BLOCK_SIZE
     tl.store(slots_B + b, tl.where(padding, -1, slot))
     tl.store(context_lens_B + b, tl.where(padding, 0, computed + 1).to(tl.int32))
-    tl.store(temperature_B + b, tl.load(temperature_R + row))
-    tl.store(seed_B + b, tl.load(seed_R + row))
-    tl.store(choice_B + b, tl.load(choice_R + row))
     tl.store(sample_positions_B + b, computed + 1)
     # The table up to this context only: a large max_model_len costs short contexts nothing. The last block comes from
     # the register, since the store above may not be visible yet.
@@ -142,18 +124,12 @@ def _prepare_decode_triton(words_BW: Tensor, state: DecodeState, inputs: DecodeI
         words_BW,
         state.block_table_RM,
         state.last_token_R,
-        state.temperature_R,
-        state.seed_R,
-        state.choice_R,
         inputs.rows_B,
         inputs.token_ids_B,
         inputs.positions_B,
         inputs.slots_B,
         inputs.context_lens_B,
         inputs.block_tables_BM,
-        inputs.temperature_B,
-        inputs.seed_B,
-        inputs.choice_B,
         inputs.sample_positions_B,
         len(state.last_token_R) - 1,
         state.block_table_RM.shape[1],

@@ -21,17 +21,8 @@ from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.tile_stats import TILE, TILE_SIZE
-from nanollm.kernels.token_rules import (
-    MIN_P,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    RowLogits,
-    float_param,
-    has_rules,
-    int_param,
-    load_logits,
-)
+from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
+from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
 _SLACK, _LOG2_E = tl.constexpr(SLACK), tl.constexpr(1.4426950408889634)
@@ -194,7 +185,7 @@ def _threshold_kernel(
 
             while phase != _DONE:
                 counting = phase == _COUNTING
-                # This pass looks at [from_key, to_key): the bracket, or a smaller one that is likely to have the answer.
+                # This pass looks at [from_key, to_key): the bracket, or a part that is likely to have the answer.
                 from_key, to_key = low, high
                 if phase == _WEIGHING:
                     to_key = low

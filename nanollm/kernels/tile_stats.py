@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, runs_triton, tl, triton
-from nanollm.kernels.token_rules import TEMPERATURE, RowLogits, apply_rules, float_param, has_rules, load_raw
+from nanollm.kernels.token_rules import RowLogits, apply_rules, float_param, has_rules, load_raw
+from nanollm.sampling_params import TEMPERATURE
 
 TILE = 128  # tokens; the shards of a vocabulary are whole tiles
 TILE_SIZE = tl.constexpr(TILE)
@@ -69,7 +70,7 @@ def _tile_stats_kernel(
     within = tl.arange(0, TILE_SIZE)[None, :]
     if has_rules(params_RP, row, HAS_RULES):
         # Tile by tile, for rules take registers that the other rows would lack.
-        for i in range(0, TILES):
+        for i in range(TILES):
             tile = first + i + tl.arange(0, 1)
             column = tile[:, None] * TILE_SIZE + within
             x = load_raw(logits_SV + s * row_stride, column, column < size)

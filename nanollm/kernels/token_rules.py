@@ -16,33 +16,25 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import tl, triton
+from nanollm.sampling_params import (
+    BAD_PREFIX,
+    BANNED_SLOT,
+    FREQUENCY,
+    MAX_BAD_WORDS,
+    NUM_PARAMS,
+    NUM_SLOTS,
+    PRESENCE,
+    REPETITION,
+    RULES,
+)
 
-# Columns of params_RP: all int32, floats by their bits.
-(
-    TEMPERATURE,  # float; 0 is greedy
-    SEED_LOW,
-    SEED_HIGH,
-    CHOICE,
-    TOP_K,  # 0 for no limit
-    TOP_P,  # float
-    MIN_P,  # float
-    REPETITION,  # float
-    FREQUENCY,  # float
-    PRESENCE,  # float
-    RULES,  # of the constants below; 0 for a row whose logits are sampled as they are
-) = range(11)
-NUM_PARAMS = 11
-HAS_RULES, HAS_BAD_WORDS = 1, 2  # words_RV are to be read; bad_words_RWN too
-
-SLOT_SHIFT, SLOT_MASK = 21, 1023  # a word: count in bits 0-20, slot in bits 21-30, in the prompt in bit 31
+SLOT_SHIFT, SLOT_MASK = 21, NUM_SLOTS - 1  # a word: count in bits 0-20, slot in bits 21-30, in the prompt in bit 31
 COUNT_MASK = (1 << SLOT_SHIFT) - 1
-NUM_SLOTS = SLOT_MASK + 1
-NO_SLOT, BANNED_SLOT, FIRST_SLOT = 0, 1, 2  # FIRST_SLOT and on are a row's own
-BIAS, UNTIL, BANNED_AT = 0, 1, 2  # planes of slots_R3S: float32 bits; banned at positions below; banned at this position
-NUM_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens, and tokens of one before its last
+# Planes of slots_R3S: float32 bits; banned at smaller positions; banned at this position.
+BIAS, UNTIL, BANNED_AT = 0, 1, 2
 
-_TEMPERATURE, _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
-    tl.constexpr(column) for column in (TEMPERATURE, REPETITION, FREQUENCY, PRESENCE, RULES)
+_REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
+    tl.constexpr(column) for column in (REPETITION, FREQUENCY, PRESENCE, RULES)
 )
 _SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
 _NUM_SLOTS, _BANNED_SLOT = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT)
@@ -53,9 +45,10 @@ PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
 class SamplerState:
     """What the sampler remembers of each of R rows, on the device; the last row is scratch, for padding. All int32.
 
-    params_RP: the columns above. words_RV: one for each token of this rank's share of the vocabulary.
-    slots_R3S: bias and bans of NUM_SLOTS slots, zeros in NO_SLOT. last_RH: the BAD_PREFIX tokens sampled last, oldest first, -2 for none.
-    bad_words_RWN: [R, NUM_BAD_WORDS, 1 + BAD_PREFIX]: slot of the last token (0 for no word), then the tokens before
+    params_RP: the columns of nanollm.sampling_params. words_RV: of the tokens of this rank's share of the vocabulary.
+    slots_R3S: bias and bans of NUM_SLOTS slots, zeros in NO_SLOT. last_RH: the BAD_PREFIX tokens sampled last, oldest
+        first, -2 for none.
+    bad_words_RWN: [R, MAX_BAD_WORDS, 1 + BAD_PREFIX]: slot of the last token (0 for no word), then the tokens before
         it, right-aligned, -1 on the left.
     """
 
@@ -75,7 +68,7 @@ class SamplerState:
             zeros(num_rows, vocab_share),
             zeros(num_rows, 3, NUM_SLOTS),
             zeros(num_rows, BAD_PREFIX) - 2,
-            zeros(num_rows, NUM_BAD_WORDS, 1 + BAD_PREFIX),
+            zeros(num_rows, MAX_BAD_WORDS, 1 + BAD_PREFIX),
         )
 
 
@@ -153,12 +146,10 @@ def load_raw(logits, column, mask):
 @triton.jit
 def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
     """Logits of a row with its rules applied; they are in the scratch if it has any."""
-    if HAS_RULES:
-        if ruled:
-            x = tl.load(scratch + column, mask=mask, other=float("-inf"))
-        else:
-            x = load_raw(logits, column, mask)
-    else:
+    if not HAS_RULES:
+        return load_raw(logits, column, mask)
+    x = tl.load(scratch + column, mask=mask & ruled, other=float("-inf"))
+    if not ruled:
         x = load_raw(logits, column, mask)
     return x
 

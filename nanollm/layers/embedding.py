@@ -1,7 +1,6 @@
 """The vocabulary at both ends of the model, split by rows over the ranks: embedding and LM head."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanollm.distributed.partition import vocab_shard_size
@@ -47,10 +46,10 @@ class ParallelLMHead(_VocabParallel):
         if tied_to is not None:
             self.weight = tied_to.weight
 
-    def forward(self, hidden: Hidden) -> Tensor:
-        """logits_r: [L, V_r], its padding -inf so that it can never be sampled."""
+    def forward(self, hidden: Hidden, out: Tensor | None = None) -> Tensor:
+        """logits_r: [L, V_r], its padding -inf so that it can never be sampled; written to `out` if that is given."""
         normed_LD, _ = hidden.resolve(self.tp)
-        logits_r = F.linear(normed_LD, self.weight)
+        logits_r = torch.mm(normed_LD, self.weight.t(), out=out)
         if self.num_rows < len(self.weight):
             logits_r[:, self.num_rows :] = float("-inf")
         return logits_r

@@ -1,38 +1,170 @@
-"""The sampler: from each rank's logits to the same token on every rank."""
+"""The sampler: from each rank's logits to the same tokens on every rank, and log probabilities.
 
-from dataclasses import dataclass
+The order of operations is vLLM's: bans, bias and penalties (kernels.token_rules), temperature, min_p, top_k, top_p
+(kernels.threshold), the draw (kernels.draw). Log probabilities are of the logits as they came from the model, or in the
+"processed" modes of what was drawn from.
+"""
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.sampling import best_candidate
+from nanollm.kernels.advance_rows import advance_rows
+from nanollm.kernels.backend import runs_triton
+from nanollm.kernels.draw import draw
+from nanollm.kernels.threshold import SLACK, threshold
+from nanollm.kernels.tile_stats import tile_stats
+from nanollm.kernels.token_rules import RowLogits, SamplerState
+from nanollm.sampling_params import MIN_P, RULES, TEMPERATURE, TOP_K, TOP_P
+
+CANDIDATES = 64  # most logits of a row that each rank sends when its filters can be settled with the largest
 
 
-@dataclass
-class SamplingBatch:
-    """The sampled rows' parameters: temperature float32; seed, choice index and position int64; all [S].
+class Filters(IntEnum):
+    """What a row's filters need to know of the other ranks' logits."""
 
-    position_S: how many tokens precede the one being sampled.
+    NONE = 0  # nothing: it has no filters
+    LARGEST = 1  # the largest: it has min_p alone, or top_k of at most CANDIDATES and maybe the others
+    ALL = 2  # every one: top_p, or a larger top_k, may cut anywhere
+
+    @staticmethod
+    def of(temperature: float, top_k: int, top_p: float, min_p: float) -> "Filters":
+        if temperature == 0 or (not top_k and top_p == 1 and min_p == 0):
+            return Filters.NONE
+        settled = 0 < top_k <= CANDIDATES or (not top_k and top_p == 1)
+        return Filters.LARGEST if settled else Filters.ALL
+
+
+class Sampler:
+    """Samples tokens for rows of `state`, into last_token_R (int64 [R]).
+
+    first_id: where this rank's share of the vocabulary starts. logprobs_mode: as in EngineConfig.
+
+    Each rank sends its best candidate (value, id) of each row, and all pick the same winner. Filters cut a row at one
+    logit of the whole vocabulary. With min_p alone or top_k up to 64 that is settled by each rank's 64 largest;
+    otherwise the rows of the step are gathered, in which some row has top_p without such a top_k, or a larger top_k.
     """
 
-    temperature_S: Tensor
-    seed_S: Tensor
-    choice_S: Tensor
-    position_S: Tensor
+    def __init__(
+        self, state: SamplerState, last_token_R: Tensor, first_id: int, tp: TPGroup, logprobs_mode: str
+    ) -> None:
+        self.state, self._last_token_R, self._first_id, self.tp = state, last_token_R, first_id, tp
+        self._mode = logprobs_mode
+
+    def sample(
+        self,
+        logits_r: Tensor,
+        rows_S: Tensor,
+        positions_S: Tensor,
+        filters: Filters = Filters.NONE,
+        logprobs: tuple[Tensor, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns (token ids int64 [S], log probabilities or None). A row with no finite logit gets -1.
+
+        logits_r: [S, V_r], this rank's shard. rows_S, positions_S: int64, rows of the state, and how many tokens
+        precede the one to be sampled. filters: the most that any of these rows needs, at tp > 1.
+        logprobs: which of these (int64 indices) want log probabilities, and how many; see token_logprobs.
+        """
+        rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._first_id)
+        if not runs_triton(logits_r):
+            rows = rows.processed()  # once for all that follows
+        stats = tile_stats(rows)
+        if self.tp.size > 1 and filters is Filters.ALL:
+            whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
+            whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
+            whole_stats = tile_stats(whole)
+            limit_S = threshold(whole, *whole_stats)
+            _, id_S = draw(whole, *whole_stats, limit_S)
+        else:
+            limit_S = threshold(rows, *stats) if self.tp.size == 1 else self._merged_threshold(rows, filters)
+            id_S = self._winner(*draw(rows, *stats, limit_S))
+        wanted = None
+        if logprobs is not None:
+            index_L, num_top = logprobs
+            x_LV = logits_r if self._mode.startswith("raw") else _drawn_from(rows, limit_S)
+            wanted = self.token_logprobs(x_LV[index_L], id_S[index_L], num_top)
+        advance_rows(id_S, rows_S, positions_S, self.state, self._last_token_R, self._first_id)
+        return id_S, wanted
+
+    def token_logprobs(self, logits_r: Tensor, token_L: Tensor, num_top: int) -> Tensor:
+        """Float64 [L, 2 + 2 num_top], on every rank: the token's log probability and rank, then the most likely ones'
+        log probabilities, then their ids. Rank 1 is the likeliest; of equals the last counts, as in vLLM.
+
+        logits_r: [L, V_r], any float dtype. token_L: int64 ids. In the "logits" modes these are logits instead.
+        """
+        x_LV = logits_r.float()
+        index_L = token_L - self._first_id
+        ours_L = (index_L >= 0) & (index_L < x_LV.shape[1])
+        own_L = x_LV.gather(1, index_L.where(ours_L, 0)[:, None])[:, 0].where(ours_L, float("-inf"))
+        top = x_LV.topk(min(num_top, x_LV.shape[1]))
+        shares = [own_L[:, None], x_LV.logsumexp(-1, keepdim=True), top.values, top.indices + self._first_id]
+        size = top.values.shape[1]
+        own_RL1, sum_RL1, top_RLK, id_RLK = self.tp.all_gather(torch.cat([s.double() for s in shares], 1)).split(
+            [1, 1, size, size], -1
+        )
+        own_L1 = own_RL1.amax(0)
+        rank_L1 = self.tp.all_reduce((x_LV >= own_L1).sum(-1, keepdim=True))
+        top_LK, order_LK = top_RLK.transpose(0, 1).flatten(1).sort(stable=True, dim=-1, descending=True)
+        id_LK = id_RLK.transpose(0, 1).flatten(1).gather(1, order_LK)
+        shift_L1 = sum_RL1.logsumexp(0) if self._mode.endswith("logprobs") else 0.0
+        values = [own_L1 - shift_L1, rank_L1.double(), (top_LK - shift_L1)[:, :num_top], id_LK[:, :num_top]]
+        return torch.cat(values, 1)
+
+    def _winner(self, value_S: Tensor, id_S: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return id_S
+        # float64 holds both exactly, so one message carries the pair.
+        candidates_R2S = self.tp.all_gather(torch.stack((value_S, id_S.double())))
+        winner_S = candidates_R2S[:, 0].argmax(0, keepdim=True)  # of equals the first rank's, so the lowest id
+        return candidates_R2S[:, 1].gather(0, winner_S)[0].long()
+
+    def _merged_threshold(self, rows: RowLogits, filters: Filters) -> Tensor:
+        """kernels.threshold of the whole vocabulary, from every rank's largest logits."""
+        x_SV = rows.logits_SV
+        nothing_S = torch.full((len(x_SV),), float("-inf"), device=x_SV.device)
+        if filters is Filters.NONE:
+            return nothing_S
+        x_SV = _processed(rows)
+        size = min(CANDIDATES, x_SV.shape[1])
+        top_SC = x_SV.topk(size).values
+        # There may be more that equal the smallest of these: it stands for all of them.
+        surplus_S1 = (x_SV >= top_SC[:, -1:]).sum(-1, keepdim=True) - size
+        shares_RSC = self.tp.all_gather(torch.cat((top_SC, surplus_S1.float()), 1)).double()
+        top_RSC, count_RSC = shares_RSC[..., :size], torch.ones_like(shares_RSC[..., :size])
+        count_RSC[..., -1] += shares_RSC[..., -1]
+        top_SC, order_SC = top_RSC.transpose(0, 1).flatten(1).sort(-1, descending=True)
+        count_SC = count_RSC.transpose(0, 1).flatten(1).gather(1, order_SC)
+
+        temperature_S1, min_p_S1, top_p_S1 = (rows.floats(column)[:, None] for column in (TEMPERATURE, MIN_P, TOP_P))
+        top_k_S1 = rows.ints(TOP_K)[:, None]
+        peak_S1 = top_SC[:, :1]
+        limit_S1 = (min_p_S1.log() * temperature_S1 + peak_S1.float()).double()
+        kth_S1 = top_SC.gather(1, (count_SC.cumsum(-1) < top_k_S1).sum(-1, keepdim=True).clamp(max=top_SC.shape[1] - 1))
+        limit_S1 = limit_S1.maximum(kth_S1.where(top_k_S1 > 0, float("-inf")))
+        weight_SC = count_SC * torch.exp((top_SC - peak_S1) / temperature_S1.clamp(min=1e-30)) * (top_SC >= limit_S1)
+        larger_SC = weight_SC.cumsum(-1) - weight_SC
+        enough_S1 = (top_p_S1.double() - SLACK).clamp(min=SLACK / 10) * weight_SC.sum(-1, keepdim=True)
+        cut_S1 = top_SC.gather(
+            1, ((larger_SC < enough_S1) & (top_SC >= limit_S1)).sum(-1, keepdim=True).clamp(min=1) - 1
+        )
+        limit_S1 = limit_S1.maximum(cut_S1.where(top_p_S1 < 1, float("-inf")))
+        infinite_S1 = peak_S1.abs() == float("inf")
+        limit_S1 = torch.where(infinite_S1, peak_S1, limit_S1).where(temperature_S1 > 0, float("-inf"))
+        return limit_S1[:, 0].float()
 
 
-def sample(logits_r: Tensor, batch: SamplingBatch, first_id: int, tp: TPGroup) -> Tensor:
-    """Returns token ids int64 [S]. logits_r: [S, V_r], this rank's shard, whose first column is token first_id.
+def _processed(rows: RowLogits) -> Tensor:
+    """Float32 [S, V_r] with the rules applied; after tile_stats, which leaves them in the scratch on a GPU."""
+    if not rows.has_rules:
+        return rows.logits_SV
+    assert rows.scratch_SV is not None
+    return torch.where(rows.ints(RULES)[:, None] != 0, rows.scratch_SV, rows.logits_SV.float())
 
-    Each rank sends its shard's best candidate (value, id), and every rank computes the same winner.
-    """
-    value_S, id_S = best_candidate(
-        logits_r, batch.temperature_S, batch.seed_S, batch.choice_S, batch.position_S, first_id
-    )
-    if tp.size == 1:
-        return id_S
-    # float64 holds both exactly, so one message carries the pair.
-    candidates_R2S = tp.all_gather(torch.stack((value_S.double(), id_S.double())))
-    winner_S = candidates_R2S[:, 0].argmax(0, keepdim=True)  # of equals the first rank's, so the lowest id
-    return candidates_R2S[:, 1].gather(0, winner_S)[0].long()
+
+def _drawn_from(rows: RowLogits, limit_S: Tensor) -> Tensor:
+    """Float32 [S, V_r]: the logits over the temperature, -inf where a filter dropped them."""
+    x_SV, temperature_S1 = _processed(rows), rows.floats(TEMPERATURE)[:, None]
+    kept_SV = x_SV.where(x_SV >= limit_S[:, None], float("-inf"))
+    return kept_SV / temperature_S1.where(temperature_S1 > 0, 1.0)

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.prepare_decode import COMPUTED, HOST_TOKEN, NEW_BLOCK, NUM_WORDS, ROW, DecodeInputs, prepare_decode
-from nanollm.layers.sampler import SamplingBatch, sample
+from nanollm.layers.sampler import Filters, Sampler
 from nanollm.layers.step_batch import StepBatch
 from nanollm.models.qwen3 import Qwen3ForCausalLM
 from nanollm.runtime.rows import RowState
@@ -30,10 +29,6 @@ class _Graphs:
     sample: torch.cuda.CUDAGraph
     ids_B: Tensor
 
-    def replay(self) -> None:
-        self.forward.replay()
-        self.sample.replay()
-
 
 class DecodeSteps:
     """Runs steps of one token a row, the same way with and without CUDA graphs.
@@ -44,11 +39,16 @@ class DecodeSteps:
     sizes: what step sizes are padded to, ascending and with the largest step's; empty for no padding.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, rows: RowState, tp: TPGroup, max_rows: int, sizes: list[int]) -> None:
-        self._model, self._rows, self._tp = model, rows, tp
+    def __init__(
+        self, model: Qwen3ForCausalLM, rows: RowState, sampler: Sampler, max_rows: int, sizes: list[int]
+    ) -> None:
+        self._model, self._rows, self._sampler = model, rows, sampler
         device = rows.device
         self._words = torch.zeros(max_rows, NUM_WORDS, dtype=torch.int32, device=device)
         self._inputs = DecodeInputs.empty(max_rows, rows.state)
+        # Of our own, since a graph's memory may serve other sizes, and log probabilities are taken after it.
+        weight = model.lm_head.weight
+        self._logits_r = torch.empty(max_rows, len(weight), dtype=weight.dtype, device=device)
         pinned = device.type == "cuda"
         self._staging = torch.zeros(_STAGING, max_rows, NUM_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._turn = 0
@@ -66,8 +66,9 @@ class DecodeSteps:
             and np.array_equal(plan.sampled_rows_S, plan.row_ids_B)
         )
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Queue the step; returns its token ids, int64 [B], good until the next step is queued."""
+    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Queue the step; returns its token ids, int64 [B], good until the next step is queued, and log probabilities
+        as of Sampler.token_logprobs, if any row wants them."""
         num_rows = len(plan.row_ids_B)
         size = self._size_for[num_rows]
         self._turn = (self._turn + 1) % _STAGING
@@ -89,10 +90,17 @@ class DecodeSteps:
             words_BW[:num_rows, NEW_BLOCK][np.isin(plan.row_ids_B, plan.append_rows)] = plan.append_blocks
             self._rows.append_on_host(plan)
         self._words[:size].copy_(staging, non_blocking=True)
-        if (graphs := self.graphs_for(num_rows)) is None:
-            return self._sample(self._forward(size), size)[:num_rows]
-        graphs.replay()
-        return graphs.ids_B[:num_rows]
+        graphs, filters = self.graphs_for(num_rows), self._rows.filters(plan)
+        if graphs is None:
+            self._forward(size)
+        else:
+            graphs.forward.replay()
+        # What few steps have is not captured: log probabilities, and filters that other ranks must hear of.
+        if graphs is None or len(plan.num_logprobs_L) or (filters and self._sampler.tp.size > 1):
+            ids_B, logprobs = self._sample(size, filters, self._rows.wanted_logprobs(plan, slice(None)))
+            return ids_B[:num_rows], logprobs
+        graphs.sample.replay()
+        return graphs.ids_B[:num_rows], None
 
     def graphs_for(self, num_rows: int) -> _Graphs | None:
         """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
@@ -105,15 +113,14 @@ class DecodeSteps:
         for size in sorted(sizes, reverse=True):
             self._words.fill_(-1)  # every row padding
             self._words[:, COMPUTED] = 0
-            self._sample(self._forward(size), size)  # compiles kernels and sets libraries up, which capture can't
+            self._forward(size)
+            self._sample(size)  # compiles kernels and sets libraries up, which capture can't
             forward, sampling = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
-                logits_r = self._forward(size)
+                self._forward(size)
             with torch.cuda.graph(sampling, pool=self._pool, capture_error_mode="thread_local"):
-                ids_B = self._sample(logits_r, size)
-            # Two graphs that always follow each other, so the logits' memory may serve other sizes too.
+                ids_B, _ = self._sample(size)
             self._graphs[size] = _Graphs(forward, sampling, ids_B)
-            del logits_r
         torch.cuda.synchronize()
         return time.monotonic() - start
 
@@ -122,7 +129,8 @@ class DecodeSteps:
         self._graphs.clear()
         self._pool = None
 
-    def _forward(self, size: int) -> Tensor:
+    def _forward(self, size: int) -> None:
+        """Up to the logits."""
         inputs = self._inputs
         prepare_decode(self._words[:size], self._rows.state, inputs.first(size), self._rows.block_size)
         batch = StepBatch(
@@ -135,11 +143,10 @@ class DecodeSteps:
             query_starts_B1=None,
             logit_rows_L=None,
         )
-        return self._model(batch)
+        self._model.lm_head(self._model.hidden(batch), out=self._logits_r[:size])
 
-    def _sample(self, logits_r: Tensor, size: int) -> Tensor:
+    def _sample(
+        self, size: int, filters: Filters = Filters.NONE, logprobs: tuple[Tensor, int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         inputs = self._inputs.first(size)
-        sampling = SamplingBatch(inputs.temperature_B, inputs.seed_B, inputs.choice_B, inputs.sample_positions_B)
-        ids_B = sample(logits_r, sampling, self._model.lm_head.start, self._tp)
-        self._rows.state.last_token_R[inputs.rows_B] = ids_B
-        return ids_B
+        return self._sampler.sample(self._logits_r[:size], inputs.rows_B, inputs.sample_positions_B, filters, logprobs)

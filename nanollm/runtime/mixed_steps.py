@@ -2,19 +2,19 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanollm.distributed.tp_group import TPGroup
 from nanollm.layers.hidden import Hidden
-from nanollm.layers.sampler import sample
+from nanollm.layers.sampler import Sampler
 from nanollm.models.qwen3 import Qwen3ForCausalLM
 from nanollm.runtime.rows import RowState, StepShape, count_decodes
 from nanollm.runtime.step_plan import EMPTY, StepPlan
 
 MAX_GRAPHS = 48
 _MIN_PADDED = 1024
-_NOTHING = StepPlan(0, *[EMPTY] * 13)
+_NOTHING = StepPlan(0, *[EMPTY] * 16)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -42,29 +42,46 @@ class MixedSteps:
     """
 
     def __init__(
-        self, model: Qwen3ForCausalLM, rows: RowState, tp: TPGroup, max_rows: int, max_padded: int, *, capture: bool
+        self,
+        model: Qwen3ForCausalLM,
+        rows: RowState,
+        sampler: Sampler,
+        max_rows: int,
+        max_padded: int,
+        *,
+        capture: bool,
     ) -> None:
-        self._model, self._rows, self._tp = model, rows, tp
+        self._model, self._rows, self._sampler = model, rows, sampler
         self._max_rows, self._max_padded, self._captures = max_rows, max_padded, capture
         self._packed = torch.zeros(sum(self._largest.lengths), dtype=torch.int64, device=rows.device)
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
         self._seen: set[StepShape] = set()
         self._pool: Any = None
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Queue the step. Returns (ids int64 [S], float32 logits [L - S, V] of the other rows, if any)."""
+    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queue the step. Returns (ids int64 [S], log probabilities as of Sampler.token_logprobs if any row wants them,
+        float32 logits [rows, V] of the other rows that want those, if any)."""
         self._rows.start(plan)
         shape = self._shape(plan)
         packed = self._rows.to_device(self._rows.pack(plan, shape))
         hidden = self._replay(packed, shape) if shape.num_tokens <= self._max_padded else self._forward(packed, shape)
         logits_r = self._model.lm_head(hidden.rows(slice(len(plan.logit_rows_L))))
-        sampling, sampled_rows_S = self._rows.sampling(plan)
-        num_sampled = len(sampled_rows_S)
-        ids_S = sample(logits_r[:num_sampled], sampling, self._model.lm_head.start, self._tp)
-        self._rows.state.last_token_R[sampled_rows_S] = ids_S
-        if len(plan.logit_rows_L) == num_sampled:
-            return ids_S, None
-        return ids_S, self._model.lm_head.gather(logits_r[num_sampled:])
+        num_sampled = len(plan.sampled_rows_S)
+        wanted = self._rows.wanted_logprobs(plan, slice(num_sampled))
+        rows_S, positions_S = self._rows.sampled(plan)
+        ids_S, logprobs = self._sampler.sample(
+            logits_r[:num_sampled], rows_S, positions_S, self._rows.filters(plan), wanted
+        )
+        if not len(plan.targets):
+            return ids_S, logprobs, None
+        others_r = logits_r[num_sampled:]
+        if (wanted := self._rows.wanted_logprobs(plan, slice(num_sampled, None))) is not None:
+            index_L, num_top = wanted
+            targets_L = self._rows.to_device(plan.targets.astype(np.int64))[index_L]
+            of_prompt = self._sampler.token_logprobs(others_r[index_L], targets_L, num_top)
+            logprobs = of_prompt if logprobs is None else torch.cat((logprobs, of_prompt))
+        raw = self._rows.to_device(np.flatnonzero(plan.targets < 0))
+        return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""

@@ -12,9 +12,11 @@ from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
+from nanollm.layers.sampler import Sampler
 from nanollm.models.loader import load_weights
 from nanollm.models.registry import import_model
 from nanollm.models.source import ModelSource
+from nanollm.outputs import TokenLogprobs
 from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
 from nanollm.runtime.kv_cache import (
     CPU_CACHE_BYTES,
@@ -34,9 +36,12 @@ _BYTES_PER_GRAPH = 8 * 2**20
 
 @dataclass
 class PendingResult:
-    """A launched step's tokens on their way to the host: ids [S] and logits [L - S, V] in host memory once `done`."""
+    """A launched step's results on their way to the host, which has them once `done`: ids [S], log probabilities as of
+    Sampler.token_logprobs, num_top of the likeliest for each token that has any, and logits."""
 
     ids_S: Tensor
+    logprobs: Tensor | None
+    num_top: list[int]
     logits: Tensor | None
     done: torch.cuda.Event | None
 
@@ -53,7 +58,8 @@ class PendingResult:
                 checked = now
                 if now - start > timeout:
                     raise TimeoutError(f"a step took more than step_timeout = {timeout:g} s")
-        return StepResult(self.ids_S.tolist(), self.logits)
+        logprobs = [] if self.logprobs is None else self.logprobs.tolist()
+        return StepResult(self.ids_S.tolist(), self.logits, list(map(_token_logprobs, logprobs, self.num_top)))
 
 
 class ModelRunner:
@@ -95,9 +101,14 @@ class ModelRunner:
         if device.type == "cpu" and self.dtype == torch.float32:
             store_by_columns(self.model)
         num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
+        head = self.model.lm_head
+        vocab = range(head.start, head.start + len(head.weight))
+        max_blocks = -(-(self.max_model_len + 1) // self.block_size)
+        self.rows = RowState(num_rows, max_blocks, self.block_size, vocab, device)
+        last_token_R = self.rows.state.last_token_R
+        sampler = Sampler(self.rows.sampler, last_token_R, head.start, tp, config.logprobs_mode)
         sizes = capture_sizes(num_rows) if device.type == "cuda" else []
-        self.decode = DecodeSteps(self.model, self.rows, tp, num_rows, sizes)
+        self.decode = DecodeSteps(self.model, self.rows, sampler, num_rows, sizes)
         self.attention_backend = attention_backend(
             config.attention_backend, self.heads, model_config.head_dim, self.block_size, self.dtype, device
         )
@@ -107,7 +118,7 @@ class ModelRunner:
         self.captured = sizes if capture else []
         layer_weights = sum(parameter.numel() for parameter in self.model.model.layers[0].parameters())
         max_padded = longest_padded(layer_weights, config.max_num_batched_tokens) if on_gpu else 0
-        self.mixed = MixedSteps(self.model, self.rows, tp, num_rows, max_padded, capture=capture)
+        self.mixed = MixedSteps(self.model, self.rows, sampler, num_rows, max_padded, capture=capture)
         available = CPU_CACHE_BYTES
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -156,6 +167,9 @@ class ModelRunner:
             sampled_rows_S=np.resize(rows, len(logit_rows)),
             params_rows=EMPTY,
             params=EMPTY,
+            rules=EMPTY,
+            num_logprobs_L=EMPTY,
+            targets=EMPTY,
         )
         self.launch(plan).wait(config.step_timeout, check)
 
@@ -189,14 +203,21 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingResult:
         """Queue one step on the device: forward, then sample, then the copy of its tokens to the host."""
-        ids_S, logits = (self.decode.run(plan), None) if self.decode.takes(plan) else self.mixed.run(plan)
+        ids_S, logprobs, logits = (*self.decode.run(plan), None) if self.decode.takes(plan) else self.mixed.run(plan)
+        num_top = plan.num_logprobs_L[plan.num_logprobs_L >= 0].tolist()
         if self.device.type == "cpu":
-            return PendingResult(ids_S, logits, None)
+            return PendingResult(ids_S, logprobs, num_top, logits, None)
         host_ids_S = _to_host(ids_S)
-        host_logits = None if logits is None else _to_host(logits)
+        host_logprobs, host_logits = (None if x is None else _to_host(x) for x in (logprobs, logits))
         done = torch.cuda.Event()
         done.record()
-        return PendingResult(host_ids_S, host_logits, done)
+        return PendingResult(host_ids_S, host_logprobs, num_top, host_logits, done)
+
+
+def _token_logprobs(numbers: list[float], num_top: int) -> TokenLogprobs:
+    logprob, rank, *top = numbers
+    ids = [int(token_id) for token_id in top[len(top) // 2 :][:num_top]]
+    return TokenLogprobs(logprob, int(rank), ids, top[:num_top])
 
 
 def store_by_columns(model: torch.nn.Module) -> None:

@@ -7,9 +7,23 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.prepare_decode import DecodeState
-from nanollm.layers.sampler import SamplingBatch
+from nanollm.kernels.token_rules import BANNED_AT, BIAS, SLOT_SHIFT, UNTIL, SamplerState
+from nanollm.layers.sampler import Filters
 from nanollm.layers.step_batch import StepBatch
-from nanollm.runtime.step_plan import StepPlan
+from nanollm.runtime.step_plan import RowRules, StepPlan
+from nanollm.sampling_params import (
+    BAD_PREFIX,
+    BANNED_SLOT,
+    FIRST_SLOT,
+    MAX_BAD_WORDS,
+    MIN_P,
+    NUM_PARAMS,
+    NUM_SLOTS,
+    RULES,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 
 
 @dataclass(frozen=True)
@@ -38,19 +52,21 @@ class RowState:
 
     The device remembers the token sampled last, so that the next step needn't wait for the host to have read it, the
     sampling parameters, and the block table. The host has the block table too; plans bring only what is appended.
+
+    vocab: token ids of this rank's share of the vocabulary, padding included.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_blocks: int, block_size: int, vocab: range, device: torch.device) -> None:
         self.device = device
+        self._vocab = vocab
+        self._filters = [Filters.NONE] * num_rows
         self.block_size = block_size
         self._block_table_RM = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.state = DecodeState(
             block_table_RM=torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device),
             last_token_R=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
-            temperature_R=torch.zeros(num_rows + 1, dtype=torch.float32, device=device),
-            seed_R=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
-            choice_R=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
         )
+        self.sampler = SamplerState.empty(num_rows + 1, len(vocab), device)
 
     def pack(self, plan: StepPlan, shape: "StepShape") -> np.ndarray:
         """The plan as one int64 array for unpack(), padded to `shape`; start() must have taken it already."""
@@ -100,28 +116,76 @@ class RowState:
             logit_rows_L=logit_rows_l,
         )
 
-    def sampling(self, plan: StepPlan) -> tuple[SamplingBatch, Tensor]:
-        """The parameters of the rows that sample, and those rows (int64 [S])."""
+    def sampled(self, plan: StepPlan) -> Tensor:
+        """Int64 [2, S]: the rows that sample, and how many tokens precede what they sample."""
         length_of = dict(zip(plan.row_ids_B.tolist(), (plan.num_computed_B + plan.num_new_B).tolist(), strict=True))
         positions_S = [length_of[row] for row in plan.sampled_rows_S.tolist()]
-        rows_S, positions_S = self.to_device(np.array((plan.sampled_rows_S, positions_S), np.int64))
-        state = self.state
-        batch = SamplingBatch(state.temperature_R[rows_S], state.seed_R[rows_S], state.choice_R[rows_S], positions_S)
-        return batch, rows_S
+        return self.to_device(np.array((plan.sampled_rows_S, positions_S), np.int64))
+
+    def filters(self, plan: StepPlan) -> Filters:
+        """The most that any of the rows that sample needs to know of other ranks' logits."""
+        return max((self._filters[row] for row in plan.sampled_rows_S.tolist()), default=Filters.NONE)
+
+    def wanted_logprobs(self, plan: StepPlan, rows: slice) -> tuple[Tensor, int] | None:
+        """Which of these logit rows want log probabilities, and the most top tokens that any row of the step does."""
+        index = np.flatnonzero(plan.num_logprobs_L[rows] >= 0)
+        return (self.to_device(index), int(plan.num_logprobs_L.max())) if len(index) else None
 
     def start(self, plan: StepPlan) -> None:
         """Store the sampling parameters of rows that begin a sequence, and what is appended to block tables."""
         if len(plan.params_rows):
-            params = plan.params.reshape(-1, 4)
-            seeds = np.ascontiguousarray(params[:, 1:3]).view(np.int64)[:, 0]
-            temperatures = np.ascontiguousarray(params[:, 0]).view(np.float32)
-            rows = self.to_device(plan.params_rows.astype(np.int64))
-            self.state.temperature_R[rows] = self.to_device(temperatures)
-            self.state.seed_R[rows] = self.to_device(seeds)
-            self.state.choice_R[rows] = self.to_device(params[:, 3].astype(np.int64))
+            params = plan.params.reshape(-1, NUM_PARAMS)
+            self.sampler.params_RP[self.to_device(plan.params_rows.astype(np.int64))] = self.to_device(params)
+            floats, rest = params.view(np.float32), plan.rules
+            for i, row in enumerate(plan.params_rows.tolist()):
+                self._filters[row] = Filters.of(
+                    floats[i, TEMPERATURE], int(params[i, TOP_K]), floats[i, TOP_P], floats[i, MIN_P]
+                )
+                if params[i, RULES]:
+                    rules, rest = RowRules.unpack(rest)
+                    self._start_rules(row, rules)
         if len(plan.append_blocks):
             index = self.to_device(self.append_on_host(plan))
             self.state.block_table_RM.view(-1)[index] = self.to_device(plan.append_blocks)
+
+    def _start_rules(self, row: int, rules: RowRules) -> None:
+        """Say on the device what is special about tokens in this row."""
+        words_V = self.sampler.words_RV[row]
+        words_V.fill_(0 if rules.allowed_ids is None else BANNED_SLOT << SLOT_SHIFT)
+        allowed = None if rules.allowed_ids is None else set(rules.allowed_ids)
+        if rules.allowed_ids:
+            words_V[self._ours(rules.allowed_ids)[0]] = 0
+        slots_3S = np.zeros((3, NUM_SLOTS), np.int32)
+        slots_3S[BANNED_AT] = -1
+        slot_of = {token_id: FIRST_SLOT + i for i, token_id in enumerate(rules.slots)}
+        for token_id, (bias, until) in rules.slots.items():
+            slots_3S.view(np.float32)[BIAS, slot_of[token_id]] = bias
+            slots_3S[UNTIL, slot_of[token_id]] = until
+        ids = [token_id for token_id in slot_of if allowed is None or token_id in allowed]
+        index, slots = self._ours(ids, [slot_of[token_id] for token_id in ids])
+        words_V[index] = slots << SLOT_SHIFT
+        index = self._ours(sorted(set(rules.prompt_ids)))[0]
+        words_V[index] = words_V[index] | -(2**31)
+        words_V.index_add_(0, *self._ours(rules.output_ids, [1] * len(rules.output_ids)))
+        if rules.bad_words:
+            table_WN = np.full((MAX_BAD_WORDS, 1 + BAD_PREFIX), -1, np.int32)
+            table_WN[:, 0] = 0
+            for i, (last, prefix) in enumerate(rules.bad_words):
+                table_WN[i, 0] = slot_of[last]
+                table_WN[i, 1 + BAD_PREFIX - len(prefix) :] = prefix
+                if rules.output_ids[-len(prefix) :] == prefix:
+                    slots_3S[BANNED_AT, slot_of[last]] = rules.num_tokens
+            self.sampler.bad_words_RWN[row] = self.to_device(table_WN)
+            tokens = [-2] * BAD_PREFIX + rules.output_ids
+            self.sampler.last_RH[row] = self.to_device(np.array(tokens[-BAD_PREFIX:], np.int32))
+        self.sampler.slots_R3S[row] = self.to_device(slots_3S)
+
+    def _ours(self, token_ids: list[int], values: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Those of these tokens that are in this rank's share: where in it, int64, and their values, int32."""
+        ids = np.array(token_ids, np.int64)
+        ours = (ids >= self._vocab.start) & (ids < self._vocab.stop)
+        given = np.array(token_ids if values is None else values, np.int32)
+        return self.to_device(ids[ours] - self._vocab.start), self.to_device(given[ours])
 
     def append_on_host(self, plan: StepPlan) -> np.ndarray:
         """Append to the host's block tables; returns where that is in the flat table, int64."""

@@ -1,10 +1,12 @@
 """StepPlan: everything a rank must know to run one step, as int32 arrays; NumPy only."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nanollm.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +32,13 @@ class StepPlan:
         append_counts[i] ids of append_blocks go to row append_rows[i] from table position append_starts[i].
     logit_rows_L: flat token positions whose logits are needed; the first num_sampled belong to sampled_rows_S.
     sampled_rows_S: rows that sample a token in this step, in the order of logit_rows_L.
-    params_rows, params: rows that start with new sampling parameters, and 4 values for each: temperature (float32
-        bits), seed (low, high 32 bits), choice index.
+    params_rows, params: rows that start with new sampling parameters, and NUM_PARAMS words for each, the columns of
+        nanollm.sampling_params.
+    rules: for each of them that has rules, in order, what RowRules packs.
+    num_logprobs_L: for each logit row, how many of the likeliest tokens' log probabilities are wanted beside its own
+        token's; -1 for nothing. Empty if no row wants any.
+    targets: for the logit rows after the sampled ones, whose token is not the sampled one: the prompt token whose log
+        probability is wanted; -1 where the logits themselves are. Empty if there are no such rows.
     """
 
     step: int
@@ -48,6 +55,9 @@ class StepPlan:
     sampled_rows_S: Int32
     params_rows: Int32
     params: Int32
+    rules: Int32
+    num_logprobs_L: Int32
+    targets: Int32
 
     @property
     def num_tokens(self) -> int:
@@ -79,9 +89,73 @@ _ARRAYS = [f.name for f in fields(StepPlan) if f.name != "step"]
 
 
 @dataclass
+class RowRules:
+    """What is special about single tokens in a row, as it starts.
+
+    num_tokens: of the sequence. prompt_ids, output_ids: tokens that penalties or bad words look at.
+    allowed_ids: None allows all.
+    slots: token id -> (bias, position before which it is banned).
+    bad_words: bad words of several tokens: (the last token, the tokens before it); the last token has a slot.
+    """
+
+    num_tokens: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+    allowed_ids: list[int] | None
+    slots: dict[int, tuple[float, int]]
+    bad_words: list[tuple[int, list[int]]]
+
+    def pack(self) -> list[int]:
+        """Int32 words: num_tokens, the five lengths (-1 allowed ids for None), then the values."""
+        ids, slots = list(self.slots), list(self.slots.values())
+        allowed = [] if self.allowed_ids is None else self.allowed_ids
+        biases = np.array([bias for bias, _ in slots], np.float32).view(np.int32).tolist()
+        bad_words = [word for last, prefix in self.bad_words for word in (last, len(prefix), *prefix)]
+        num_allowed = -1 if self.allowed_ids is None else len(allowed)
+        lengths = [len(self.prompt_ids), len(self.output_ids), num_allowed, len(ids), len(self.bad_words)]
+        until = [until for _, until in slots]
+        return [
+            self.num_tokens,
+            *lengths,
+            *self.prompt_ids,
+            *self.output_ids,
+            *allowed,
+            *ids,
+            *biases,
+            *until,
+            *bad_words,
+        ]
+
+    @staticmethod
+    def unpack(words: Int32) -> tuple["RowRules", Int32]:
+        """The inverse of pack, from the front of these words; returns what is left of them too."""
+        num_tokens, *lengths, num_slots, num_bad_words = words[:6].tolist()
+        sizes = [6, lengths[0], lengths[1], max(lengths[2], 0), num_slots, num_slots, num_slots]
+        _, prompt_ids, output_ids, allowed, ids, biases, until, rest = np.split(words, np.cumsum(sizes))
+        bad_words = []
+        for _ in range(num_bad_words):
+            bad_words.append((int(rest[0]), rest[2 : 2 + rest[1]].tolist()))
+            rest = rest[2 + rest[1] :]
+        slots = zip(ids.tolist(), biases.view(np.float32).tolist(), until.tolist(), strict=True)
+        rules = RowRules(
+            num_tokens,
+            prompt_ids.tolist(),
+            output_ids.tolist(),
+            allowed.tolist() if lengths[2] >= 0 else None,
+            {token_id: (bias, until) for token_id, bias, until in slots},
+            bad_words,
+        )
+        return rules, rest
+
+
+@dataclass
 class StepResult:
-    """What a step brings back: a token id for each row of sampled_rows_S, and the float32 logits of the other
-    logit rows, [L - S, V] on the CPU, if there are any."""
+    """What a step brings back.
+
+    token_ids: one for each row of sampled_rows_S; -1 if no token was possible. logprobs: for each logit row that wants
+    them, in order. logits: of the other logit rows that want those, float32 on the CPU, if there are any.
+    """
 
     token_ids: list[int]
     logits: "torch.Tensor | None" = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -3,11 +3,12 @@
 import codecs
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nanollm.outputs import CompletionOutput, EngineOutput, RequestMetrics, RequestOutput
+from nanollm.outputs import CompletionOutput, EngineOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from nanollm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
-        self._pieces: dict[bool, _Pieces] = {}
-        self._requests: dict[int, _Request] = {}
+        self._pieces: dict[tuple[bool, bool], _Pieces] = {}
+        self._choices: dict[int, _Choice] = {}
+        self._texts: dict[int, str] = {}  # of single tokens, for log probabilities
 
     def add(
         self,
@@ -38,113 +40,174 @@ class OutputProcessor:
         *,
         stream: bool = True,
     ) -> None:
-        """Register a request before its first EngineOutput.
+        """Register a request before its first EngineOutput. Its params.n continuations have the ids from request_id on.
 
         stream: False asks for the finished RequestOutput only, which costs next to nothing a token.
-        Raises ValueError if request_id is running already, or if there are stop strings and no tokenizer.
+        Raises ValueError if an id is running already, or if there are stop strings and no tokenizer.
         """
-        if request_id in self._requests:
-            raise ValueError(f"request_id {request_id} is in use by a request that has not finished")
+        ids = range(request_id, request_id + params.n)
+        for used in ids:
+            if used in self._choices:
+                raise ValueError(f"request_id {used} is in use by a request that has not finished")
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: use stop_token_ids, or load the model with its tokenizer")
-        detokenizer = None
-        if params.detokenize and self._tokenizer is not None:
-            detokenizer = self._detokenizer(self._tokenizer, params.skip_special_tokens)
-        self._requests[request_id] = _Request(
-            external_id, prompt, prompt_token_ids, params, metrics, detokenizer, stream
-        )
+        decode = self._text_of if params.detokenize and self._tokenizer is not None else None
+        request = _Request(external_id, prompt, prompt_token_ids, params, metrics, decode, stream)
+        for index, choice_id in enumerate(ids):
+            choice = _Choice(request, index, self._detokenizer(params))
+            request.choices.append(choice)
+            self._choices[choice_id] = choice
 
     def discard(self, request_id: int) -> None:
-        """Forget a request that nobody waits for any more; what the engine still sends for it is ignored."""
-        self._requests.pop(request_id, None)
+        """Forget a continuation that nobody waits for any more; what the engine still sends for it is ignored."""
+        self._choices.pop(request_id, None)
 
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[int]]:
         """Take one step's outputs; return (what to hand to callers, request ids that the engine must abort).
 
-        A request is to be aborted when a stop string ended it and the engine doesn't know yet. Each finished request is
-        forgotten here: what the engine still sends for it (a surplus token, the abort itself) is ignored.
+        A continuation is to be aborted when a stop string ended it and the engine doesn't know yet. Each finished one
+        is forgotten here: what the engine still sends for it (a surplus token, the abort itself) is ignored.
         """
         results, aborts = [], []
         for output in outputs:
-            request = self._requests.get(output.request_id)
-            if request is None:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
                 continue
-            result = request.advance(output)
-            if result is None:
-                continue
-            results.append(result)
-            if result.finished:
-                del self._requests[output.request_id]
+            choice.advance(output)
+            if choice.finish_reason is not None:
+                del self._choices[output.request_id]
                 if output.finish_reason is None:
                     aborts.append(output.request_id)
+            if (result := choice.request.show()) is not None:
+                results.append(result)
         return results, aborts
 
-    def _detokenizer(self, tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool) -> "_Detokenizer":
-        if skip_special_tokens not in self._pieces:
-            self._pieces[skip_special_tokens] = _Pieces(tokenizer, skip_special_tokens)
-        pieces = self._pieces[skip_special_tokens]
+    def _detokenizer(self, params: SamplingParams) -> "_Detokenizer | None":
+        if not params.detokenize or self._tokenizer is None:
+            return None
+        settings = params.skip_special_tokens, params.spaces_between_special_tokens
+        if settings not in self._pieces:
+            self._pieces[settings] = _Pieces(self._tokenizer, *settings)
+        pieces = self._pieces[settings]
         return _ByteLevelDetokenizer(pieces) if pieces.byte_level else _WindowDetokenizer(pieces)
+
+    def _text_of(self, token_id: int) -> str:
+        if token_id not in self._texts:
+            assert self._tokenizer is not None
+            self._texts[token_id] = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return self._texts[token_id]
 
 
 @dataclass(slots=True)
 class _Request:
-    """One running request. text[num_decided:] may yet turn out to start a stop string; the rest is safe to show."""
+    """A running request: its prompt, and its continuations. text_of: None for no text, else what a token spells."""
 
     external_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics | None
-    detokenizer: "_Detokenizer | None"
+    text_of: Callable[[int], str] | None
     stream: bool
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    num_decided: int = 0
     num_cached_tokens: int = 0
-    first_char_of_stop: re.Pattern[str] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    choices: "list[_Choice]" = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.params.stop:
-            first_chars = {stop[0] for stop in self.params.stop}
-            self.first_char_of_stop = re.compile("|".join(map(re.escape, sorted(first_chars))))
-
-    def advance(self, output: EngineOutput) -> RequestOutput | None:
-        """Take one step's tokens; return what to show, None if only the end is wanted and this isn't it."""
-        finish_reason: str | None = output.finish_reason
-        stop_reason: int | str | None = output.stop_reason
-        self.metrics = output.metrics or self.metrics
-        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
-        if self.first_char_of_stop is not None:
-            matched = self._append_until_stop(output.new_token_ids, finish_reason is not None)
-            if matched is not None:
-                finish_reason, stop_reason = "stop", matched
-                if self.metrics is not None and self.metrics.finished_time is None:
-                    self.metrics.finished_time = time.monotonic()
-        else:
-            self._append(output.new_token_ids, finish_reason is not None)
-        if finish_reason is None and not self.stream:
+    def show(self) -> RequestOutput | None:
+        """What to hand to the caller; None if only the end is wanted and this isn't it."""
+        finished = all(choice.finish_reason is not None for choice in self.choices)
+        if not (finished or self.stream):
             return None
-        if finish_reason is None:
-            shows_all = self.params.include_stop_str_in_output or self.num_decided == len(self.text)
-            text = self.text if shows_all else self.text[: self.num_decided]
-            completion: CompletionOutput = _CompletionSoFar(text, self.token_ids)
-        else:
-            completion = CompletionOutput(0, self.text, self.token_ids, finish_reason, stop_reason)
         return RequestOutput(
             self.external_id,
             self.prompt,
             self.prompt_token_ids,
-            [completion],
-            finish_reason is not None,
+            [choice.completion() for choice in self.choices],
+            finished,
             self.metrics,
             self.num_cached_tokens,
+            self.prompt_logprobs,
+        )
+
+    def logprobs(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
+        """A token's log probability and those of the likeliest, in this order."""
+        ids = [token_id, *found.top_ids]
+        values = zip(ids, [found.logprob, *found.top_logprobs], [found.rank, *range(1, len(ids))], strict=True)
+        logprobs: dict[int, Logprob] = {}
+        for each, logprob, rank in values:
+            if each not in logprobs:
+                logprobs[each] = Logprob(logprob, rank, self.text_of(each) if self.text_of else None)
+        return logprobs
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One continuation. text[num_decided:] may yet turn out to start a stop string; the rest is safe to show."""
+
+    request: _Request
+    index: int
+    detokenizer: "_Detokenizer | None"
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    num_decided: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    first_char_of_stop: re.Pattern[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.request.params.logprobs is not None:
+            self.logprobs, self.cumulative_logprob = [], 0.0
+        if stops := self.request.params.stop:
+            self.first_char_of_stop = re.compile("|".join(map(re.escape, sorted({stop[0] for stop in stops}))))
+
+    def advance(self, output: EngineOutput) -> None:
+        """Take one step's tokens."""
+        request = self.request
+        if self.index == 0:
+            request.metrics = output.metrics or request.metrics
+            request.num_cached_tokens = output.num_cached_tokens or request.num_cached_tokens
+            asked = request.params.prompt_logprobs is not None and request.prompt_logprobs is None
+            if asked and (output.new_token_ids or output.prompt_logprobs):
+                rest = zip(request.prompt_token_ids[1:], output.prompt_logprobs, strict=True)
+                request.prompt_logprobs = [None, *(request.logprobs(*pair) for pair in rest)]
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if self.first_char_of_stop is not None:
+            matched = self._append_until_stop(output.new_token_ids, self.finish_reason is not None)
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
+                if self.index == 0 and request.metrics is not None and request.metrics.finished_time is None:
+                    request.metrics.finished_time = time.monotonic()
+        else:
+            self._append(output.new_token_ids, self.finish_reason is not None)
+        if self.logprobs is not None:
+            new_token_ids = self.token_ids[len(self.logprobs) :]
+            for token_id, found in zip(new_token_ids, output.logprobs, strict=False):
+                self.logprobs.append(request.logprobs(token_id, found))
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + found.logprob
+
+    def completion(self) -> CompletionOutput:
+        """What there is of it so far."""
+        if self.finish_reason is None:
+            shows_all = self.request.params.include_stop_str_in_output or self.num_decided == len(self.text)
+            text = self.text if shows_all else self.text[: self.num_decided]
+            return _CompletionSoFar(self.index, text, self.token_ids, self.logprobs, self.cumulative_logprob)
+        return CompletionOutput(
+            self.index,
+            self.text,
+            self.token_ids,
+            self.finish_reason,
+            self.stop_reason,
+            self.cumulative_logprob,
+            self.logprobs,
         )
 
     def _append(self, new_token_ids: list[int], last: bool) -> None:
         self.token_ids += new_token_ids
-        if self.detokenizer is None or not (self.stream or last):
+        if self.detokenizer is None or not (self.request.stream or last):
             return
-        self.text += self.detokenizer.push(new_token_ids if self.stream else self.token_ids)
+        self.text += self.detokenizer.push(new_token_ids if self.request.stream else self.token_ids)
         if last:
             self.text += self.detokenizer.flush()
         self.num_decided = len(self.text)
@@ -158,7 +221,11 @@ class _Request:
         assert self.detokenizer is not None  # SamplingParams and add() refuse stop strings without text
         for token_id in new_token_ids:
             self.token_ids.append(token_id)
-            if (stop := self._extend(self.detokenizer.push([token_id]))) is not None:
+            new_text = self.detokenizer.push([token_id])
+            if len(self.token_ids) <= self.request.params.min_tokens:  # no match counts that begins here
+                self.text += new_text
+                self.num_decided = len(self.text)
+            elif (stop := self._extend(new_text)) is not None:
                 return stop
         return self._extend(self.detokenizer.flush()) if last else None
 
@@ -170,12 +237,12 @@ class _Request:
         self.num_decided = candidate.start() if candidate else len(self.text)
         if candidate is None:
             return None
-        found = [(self.text.find(stop, self.num_decided), len(stop), stop) for stop in self.params.stop]
+        found = [(self.text.find(stop, self.num_decided), len(stop), stop) for stop in self.request.params.stop]
         if matches := [match for match in found if match[0] >= 0]:
             start, length, stop = min(matches)
-            self.text = self.text[: start + length if self.params.include_stop_str_in_output else start]
+            self.text = self.text[: start + length if self.request.params.include_stop_str_in_output else start]
             return stop
-        self.num_decided = min(self._start_of_partial(stop) for stop in self.params.stop)
+        self.num_decided = min(self._start_of_partial(stop) for stop in self.request.params.stop)
         return None
 
     def _start_of_partial(self, stop: str) -> int:
@@ -187,15 +254,28 @@ class _Request:
 
 
 class _CompletionSoFar(CompletionOutput):
-    """An unfinished completion. Its token_ids are copied when read: a copy at every step would cost O(tokens) each."""
+    """An unfinished completion. What grows is copied when read: a copy at every step would cost O(tokens) each."""
 
-    def __init__(self, text: str, growing_token_ids: list[int]) -> None:
-        self.index, self.text, self.finish_reason, self.stop_reason = 0, text, None, None
+    def __init__(
+        self,
+        index: int,
+        text: str,
+        growing_token_ids: list[int],
+        growing_logprobs: list[dict[int, Logprob]] | None,
+        cumulative_logprob: float | None,
+    ) -> None:
+        self.index, self.text, self.finish_reason, self.stop_reason = index, text, None, None
+        self.cumulative_logprob = cumulative_logprob
         self._growing, self._count = growing_token_ids, len(growing_token_ids)
+        self._growing_logprobs = growing_logprobs
 
     @cached_property
     def token_ids(self) -> list[int]:  # type: ignore[override]
         return self._growing[: self._count]
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:  # type: ignore[override]
+        return None if self._growing_logprobs is None else self._growing_logprobs[: self._count]
 
 
 class _Pieces(dict[int, bytes | None]):
@@ -204,9 +284,13 @@ class _Pieces(dict[int, bytes | None]):
     byte_level: whether a token's text is its bytes and nothing else, so that decoding is joining.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", skip_special_tokens: bool, spaces_between_special_tokens: bool
+    ) -> None:
         self.tokenizer = tokenizer
-        self.skip_special_tokens = skip_special_tokens
+        self._settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        if not tokenizer.is_fast:
+            self._settings["spaces_between_special_tokens"] = spaces_between_special_tokens
         self.byte_level = False
         special = set(tokenizer.all_special_tokens)
         if tokenizer.is_fast:
@@ -230,11 +314,7 @@ class _Pieces(dict[int, bytes | None]):
 
     def decode(self, token_ids: list[int]) -> str:
         """Whole decoding; without transformers' clean-up, which changes text that was shown already."""
-        return str(
-            self.tokenizer.decode(
-                token_ids, skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        return str(self.tokenizer.decode(token_ids, **self._settings))
 
 
 def _byte_alphabet() -> dict[str, int]:

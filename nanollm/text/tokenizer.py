@@ -62,6 +62,20 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_specia
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
+def encode_bad_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> list[list[int]]:
+    """The token ids of each word as it may come: at a start, and after a space.
+
+    As in vLLM, the second counts if the space changes the first token and adds none, so it isn't a token of its own.
+    """
+    sequences = []
+    for word in words:
+        bare, spaced = (list(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        sequences.append(bare)
+        if spaced[:1] != bare[:1] and len(spaced) == len(bare):
+            sequences.append(spaced)
+    return [sequence for sequence in sequences if sequence]
+
+
 def _load_gguf(path: Path) -> "PreTrainedTokenizerBase":
     """Byte-level BPE is built from the metadata; SentencePiece vocabularies go through transformers' conversion.
 

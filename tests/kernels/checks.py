@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanollm.kernels import token_rules
+from nanollm import sampling_params
 from nanollm.kernels.advance_rows import _advance_rows_triton, advance_rows_reference
 from nanollm.kernels.backend import tl, triton
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton
@@ -31,20 +31,16 @@ from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
 from nanollm.kernels.threshold import _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
-from nanollm.kernels.token_rules import (
+from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
+from nanollm.sampling_params import (
     BAD_PREFIX,
-    COUNT_MASK,
     FREQUENCY,
-    HAS_BAD_WORDS,
     HAS_RULES,
     NUM_SLOTS,
     PRESENCE,
     REPETITION,
     RULES,
-    SLOT_SHIFT,
     TOP_P,
-    RowLogits,
-    SamplerState,
 )
 
 # Relative error of a result that is rounded once, and of one whose softmax weights are rounded too.
@@ -238,7 +234,7 @@ def make_state(num_rows: int, size: int, device: str = "cpu", **columns: list[fl
     state = SamplerState.empty(num_rows + 1, size, torch.device(device))
     given = {"TEMPERATURE": [1.0], "TOP_P": [1.0], "REPETITION": [1.0], "SEED_LOW": list(range(num_rows))} | columns
     for name, values in given.items():
-        column = getattr(token_rules, name)
+        column = getattr(sampling_params, name)
         dtype = torch.int32 if name in ("SEED_LOW", "SEED_HIGH", "CHOICE", "TOP_K", "RULES") else torch.float32
         values = list(values) * num_rows if len(values) == 1 else values
         state.params_RP[:num_rows, column] = torch.tensor(values, dtype=dtype).view(torch.int32).to(device)
@@ -431,19 +427,15 @@ def check_prepare_decode(num_rows: int, num_columns: int, block_size: int, devic
     def state() -> DecodeState:
         generator = torch.Generator().manual_seed(num_rows)
         table = torch.randint(0, 1000, (num_rows + 1, num_columns), generator=generator, dtype=torch.int32)
-        last, seed, choice = torch.randint(-(2**40), 2**40, (3, num_rows + 1), generator=generator)
-        return DecodeState(*(x.to(device) for x in (table, last, torch.rand(num_rows + 1), seed, choice)))
+        last = torch.randint(-(2**40), 2**40, (num_rows + 1,), generator=generator)
+        return DecodeState(table.to(device), last.to(device))
 
     row = torch.randperm(num_rows)
     words = torch.stack((row, torch.randint(0, num_columns * block_size, (num_rows,)), row * 7, row + 2000), 1).int()
     words[torch.rand(num_rows) < 0.5, 2] = -1
     words[torch.rand(num_rows) < 0.5, NEW_BLOCK] = -1
     words[2::3] = torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        ours = state()
-        torch.manual_seed(0)
-        theirs = state()
+    ours, theirs = state(), state()
     filled, expected = DecodeInputs.empty(num_rows, ours), DecodeInputs.empty(num_rows, theirs)
     _prepare_decode_triton(words.to(device), ours, filled, block_size)
     prepare_decode_reference(words.to(device), theirs, expected, block_size)

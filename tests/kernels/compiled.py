@@ -89,7 +89,7 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     cache, norm = torch.zeros(2, 16, 8, 128, dtype=dtype), weight[:128]
     qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)
     table = torch.zeros(17, 4, dtype=torch.int32)
-    state = prepare_decode.DecodeState(table, long, torch.zeros(17), long, long)
+    state = prepare_decode.DecodeState(table, long)
     prepare_decode._prepare_decode_triton(table[:16], state, prepare_decode.DecodeInputs.empty(16, state), 16)
     matrix = torch.zeros(2048, 3072, dtype=dtype)
     skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
