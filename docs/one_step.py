@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import register_dataclass, tree_map_only
 
 from nanollm.cli import default_model
 from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
@@ -23,6 +23,7 @@ from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.engine.scheduler import Scheduler
 from nanollm.engine.sequence import Sequence, check_token_ids
+from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.layers import attention, hidden, linear, sampler
 from nanollm.layers.attention import bind_kv_cache
 from nanollm.layers.hidden import Hidden
@@ -44,11 +45,13 @@ PROMPT = "The largest of all the planets in our own solar system is"
 ANSWER = " Jupiter"
 MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS, NUM_ROWS = 4096, 16, 8, 4
 META = torch.device("meta")
+for tensors in (RowLogits, SamplerState):
+    register_dataclass(tensors)
 KERNELS = {
     hidden: ["rms_norm", "add_rms_norm"],
     attention: ["qkv_to_cache", "paged_attention"],
     linear: ["silu_mul"],
-    sampler: ["best_candidate"],
+    sampler: ["tile_stats", "threshold", "draw"],
 }
 
 
@@ -89,9 +92,12 @@ class Steps:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model = model
-        self.rows = RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, device)
-        self.decode = DecodeSteps(model, self.rows, TPGroup(), NUM_ROWS, sizes=[])
-        self.mixed = MixedSteps(model, self.rows, TPGroup(), NUM_ROWS, max_padded=0, capture=False)
+        vocab = range(len(model.lm_head.weight))
+        self.rows = RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, vocab, device)
+        last_token_R = self.rows.state.last_token_R
+        sampling = sampler.Sampler(self.rows.sampler, last_token_R, 0, TPGroup(), "raw_logprobs")
+        self.decode = DecodeSteps(model, self.rows, sampling, NUM_ROWS, sizes=[])
+        self.mixed = MixedSteps(model, self.rows, sampling, NUM_ROWS, max_padded=0, capture=False)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_id: int) -> None:
@@ -107,9 +113,9 @@ class Onlooker:
     """In the model's place: keeps the batch that it is given."""
 
     class Head:
-        start = 0
+        weight = torch.zeros(1, 1)
 
-        def __call__(self, hidden: Hidden) -> Tensor:
+        def __call__(self, hidden: Hidden, out: Tensor | None = None) -> Tensor:
             return torch.zeros(1, 1)
 
     lm_head = Head()
@@ -150,6 +156,13 @@ def traced(model: nn.Module) -> Iterator[list[Line]]:
         for module, names in KERNELS.items():
             for name in names:
                 stack.enter_context(patch.object(module, name, on_zeros(getattr(module, name))))
+        # These rows have no rules; without values it can't see that.
+        stack.enter_context(
+            patch.object(
+                RowLogits, "processed", lambda rows: replace(rows, logits_SV=rows.logits_SV.float(), has_rules=False)
+            )
+        )
+        stack.enter_context(patch.object(sampler, "advance_rows", lambda *arguments: None))
         for path, layer in model.named_modules():
             if list(layer.parameters(recurse=False)) and not isinstance(layer, RMSNorm):  # which computes nothing
                 stack.callback(watch(path, layer).remove)
@@ -157,7 +170,9 @@ def traced(model: nn.Module) -> Iterator[list[Line]]:
 
 
 def shapes(value: Any) -> str:
-    """The shape of a tensor; of a Hidden, its tokens'; of several, the first one's."""
+    """The shape of a tensor; of a Hidden, its tokens'; of RowLogits, the logits'; of several, the first one's."""
+    if isinstance(value, RowLogits):
+        return shapes(value.logits_SV)
     if isinstance(value, Hidden):
         return shapes(value.residual_TD if value.pending_TD is None else value.pending_TD)
     return str(list(value.shape)) if isinstance(value, Tensor) else shapes(value[0])
@@ -241,8 +256,8 @@ def make_boxes() -> dict[str, list[object]]:
         "first plan": plan_lines(first.plan),
         "first batch": first_batch,
         "first layer": [*before, *layers[0]],
-        "head": [*after[:-1]],
-        "sampling": [after[-1]],
+        "head": after[:-3],
+        "sampling": after[-3:],
         "second plan": plan_lines(second.plan),
         "second batch": second_batch,
         "output": [

@@ -14,9 +14,17 @@ from hypothesis import settings
 from nanollm.config import EngineConfig
 from nanollm.engine.engine_core import EngineCore
 from nanollm.engine.sequence import Sequence
-from nanollm.outputs import EngineOutput
+from nanollm.outputs import EngineOutput, TokenLogprobs
 from nanollm.runtime.step_plan import StepPlan, StepResult
-from nanollm.sampling_params import SamplingParams
+from nanollm.sampling_params import (
+    NUM_PARAMS,
+    REPETITION,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_P,
+    SamplingParams,
+)
 
 # The same examples every time, so that CI fails only for a reason; HYPOTHESIS_EXAMPLES=5000 looks for new ones.
 _EXAMPLES = os.environ.get("HYPOTHESIS_EXAMPLES")
@@ -48,7 +56,7 @@ def kv_of(context: list[int], token_id: int) -> int:
 
 
 def sampled_from(kv: int, params: tuple[int, ...], vocab_size: int) -> int:
-    """The token that follows; params are the row's four words of StepPlan.params."""
+    """The token that follows; params are the row's words of StepPlan.params."""
     return hash((kv, *params)) % vocab_size
 
 
@@ -126,7 +134,7 @@ class FakeExecutor:
             raise RuntimeError(f"device failed in {where}")
 
     def _start_rows(self, plan: StepPlan) -> None:
-        params = plan.params.reshape(-1, 4).tolist()
+        params = plan.params.reshape(-1, NUM_PARAMS).tolist()
         for row_id, words in zip(plan.params_rows.tolist(), params, strict=True):
             self.rows[row_id] = _Row(params=tuple(words), num_computed=-1)
         blocks = plan.append_blocks.tolist()
@@ -195,8 +203,16 @@ class FakeExecutor:
             row = rows_by_id[row_id]
             row.last_token = sampled_from(kv, row.params, self.vocab_size)
             token_ids.append(row.last_token)
-        others: Any = logits[len(token_ids) :]
-        launched.result = StepResult(token_ids, others or None)
+        targets = plan.targets.tolist()
+        others: Any = [kv for kv, target in zip(logits[len(token_ids) :], targets, strict=True) if target < 0]
+        wanted = plan.num_logprobs_L.tolist() or [-1] * len(logits)
+        # The KV stands for the log probability, and the token that it is of for the rank.
+        logprobs = [
+            TokenLogprobs(float(kv), token_id, [], [])
+            for kv, token_id, num_top in zip(logits, [*token_ids, *targets], wanted, strict=True)
+            if num_top >= 0
+        ]
+        launched.result = StepResult(token_ids, others or None, logprobs)
 
 
 class Engine:
@@ -319,6 +335,8 @@ class Engine:
 
 
 def params_words(temperature: float, seed: int) -> tuple[int, ...]:
-    """What StepPlan.params says of a request: temperature as float32 bits, seed as two words, choice index 0."""
-    words = [*np.float32([temperature]).view(np.int32).tolist(), *np.int64([seed]).view(np.int32).tolist(), 0]
-    return tuple(words)
+    """What StepPlan.params says of a request without filters and penalties: its columns one by one."""
+    words = np.zeros(NUM_PARAMS, np.int32)
+    words.view(np.float32)[[TEMPERATURE, TOP_P, REPETITION]] = temperature, 1, 1
+    words[[SEED_LOW, SEED_HIGH]] = np.int64([seed]).view(np.int32)
+    return tuple(words.tolist())

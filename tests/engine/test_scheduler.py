@@ -12,7 +12,7 @@ from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepResult
-from nanollm.sampling_params import SamplingParams
+from nanollm.sampling_params import NUM_PARAMS, SamplingParams
 from tests.engine.simulation import Engine, params_words
 
 
@@ -143,7 +143,7 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         step = scheduler.schedule()
         assert step is not None
         return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in vars(step.plan).items() if k != "params"} | {
-            "params": step.plan.params.reshape(-1, 4).tolist()
+            "params": step.plan.params.reshape(-1, NUM_PARAMS).tolist()
         }
 
     assert arrays() == {
@@ -160,7 +160,14 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "logit_rows_L": [2],
         "sampled_rows_S": [0],
         "params_rows": [0, 1],
-        "params": [[0x3F000000, -2, -1, 0], [0, 7, 256, 0]],  # temperature as float32, seed low and high, choice
+        # Temperature as float32, seed low and high, choice; top_k, top_p, min_p; three penalties; no rules.
+        "params": [
+            [0x3F000000, -2, -1, 0, 0, 0x3F800000, 0, 0x3F800000, 0, 0, 0],
+            [0, 7, 256, 0, 0, 0x3F800000, 0, 0x3F800000, 0, 0, 0],
+        ],
+        "rules": [],
+        "num_logprobs_L": [],
+        "targets": [],
     }
     assert arrays() == {
         "step": 1,
@@ -177,6 +184,9 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "sampled_rows_S": [0, 1],
         "params_rows": [],
         "params": [],
+        "rules": [],
+        "num_logprobs_L": [],
+        "targets": [],
     }
     assert arrays() == {
         "step": 2,
@@ -193,6 +203,9 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "sampled_rows_S": [0, 1],
         "params_rows": [],
         "params": [],
+        "rules": [],
+        "num_logprobs_L": [],
+        "targets": [],
     }
 
 
@@ -206,7 +219,7 @@ def test_logits_of_all_positions_follow_those_to_sample_from() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.7, -1), (100.0, 2**63 - 1), (1.0, -(2**63))])
-def test_sampling_parameters_travel_as_four_words(temperature: float, seed: int) -> None:
+def test_sampling_parameters_travel_as_words(temperature: float, seed: int) -> None:
     engine = Engine()
     engine.add([1, 2], temperature=temperature, seed=seed)
     engine.step()

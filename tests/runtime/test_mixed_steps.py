@@ -20,7 +20,7 @@ def test_padded_steps_give_the_same_tokens(tiny: Any, monkeypatch: pytest.Monkey
             mixed = llm._executor.runner.mixed
             shapes: set[Any] = set()
             if padded:
-                largest = type(mixed)(mixed._model, mixed._rows, mixed._tp, 4, 64, capture=False)
+                largest = type(mixed)(mixed._model, mixed._rows, mixed._sampler, 4, 64, capture=False)
                 monkeypatch.setattr(llm._executor.runner, "mixed", largest)
                 shapes = largest._seen
             outputs = llm.generate(prompts, params, use_tqdm=False)
