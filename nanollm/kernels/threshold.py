@@ -16,6 +16,8 @@ Sums in bins are integers, so their order doesn't matter and a row is cut at the
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,33 +34,36 @@ _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 _COUNTING, _WEIGHING, _CUTTING, _DONE = (tl.constexpr(phase) for phase in range(4))
 
 
-def cut(x_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> float:
-    """The definition: the smallest of these logits that is kept, in float64; -inf if all are."""
-    x_V = x_V.double()
-    threshold = peak = float(x_V.max())
-    if abs(peak) == float("inf"):
-        return threshold
-    # In float32, as the kernel: so the two agree on logits that lie on the edge.
-    threshold = float(x_V.new_tensor(min_p, dtype=torch.float32).log() * temperature + peak)
-    if 0 < top_k < len(x_V):
-        threshold = max(threshold, float(x_V.topk(top_k).values[-1]))
-    if top_p < 1:
-        kept_K = x_V[x_V >= threshold].sort(descending=True).values
-        weight_K = ((kept_K - peak) / temperature).softmax(0)
-        larger_K = weight_K.cumsum(0) - weight_K
-        # Of equal logits the first decides; if it stays, the last of them that does has the same value.
-        threshold = float(kept_K[(larger_K < max(top_p - SLACK, SLACK / 10)).nonzero()[-1, 0]])
-    return threshold
+def cut(rows: RowLogits, x_SC: Tensor, count_SC: Tensor) -> Tensor:
+    """The definition: the smallest logit that each row's filters keep, float32 [S], in float64 throughout.
+
+    x_SC: float32, the row's logits in descending order. count_SC: float64, how many tokens have each.
+    """
+    temperature_S1, top_p_S1, min_p_S1 = (rows.floats(column)[:, None] for column in (TEMPERATURE, TOP_P, MIN_P))
+    top_k_S1, peak_S1, last = rows.ints(TOP_K)[:, None], x_SC[:, :1], x_SC.shape[1] - 1
+    limit_S1 = min_p_S1.log() * temperature_S1 + peak_S1
+    kth_S1 = x_SC.gather(1, (count_SC.cumsum(-1) < top_k_S1).sum(-1, keepdim=True).clamp(max=last))
+    limit_S1 = limit_S1.maximum(kth_S1.where(top_k_S1 > 0, float("-inf")))
+    weight_SC = count_SC * torch.exp((x_SC.double() - peak_S1) / temperature_S1) * (x_SC >= limit_S1)
+    # Of equal logits the first decides; if it stays, the last of them that does has the same value.
+    larger_SC = weight_SC.cumsum(-1) - weight_SC
+    enough_S1 = (top_p_S1.double() - SLACK).clamp(min=SLACK / 10) * weight_SC.sum(-1, keepdim=True)
+    stays_SC = (larger_SC < enough_S1) & (x_SC >= limit_S1)
+    smallest_S1 = x_SC.gather(1, stays_SC.sum(-1, keepdim=True).clamp(min=1) - 1)
+    limit_S1 = limit_S1.maximum(smallest_S1.where(top_p_S1 < 1, float("-inf")))
+    has_filter_S1 = (temperature_S1 > 0) & ((top_k_S1 > 0) | (top_p_S1 < 1) | (min_p_S1 > 0))
+    return torch.where(peak_S1.isinf(), peak_S1, limit_S1).where(has_filter_S1, float("-inf"))[:, 0]
 
 
 def threshold_reference(rows: RowLogits) -> Tensor:
-    """The definition; as threshold."""
-    temperatures, top_ps, min_ps = (rows.floats(column).tolist() for column in (TEMPERATURE, TOP_P, MIN_P))
-    threshold_S = torch.full((len(top_ps),), float("-inf"), device=rows.logits_SV.device)
-    top_ks, x_SV = rows.ints(TOP_K).tolist(), rows.processed().logits_SV
-    for s, (temperature, top_k, top_p, min_p) in enumerate(zip(temperatures, top_ks, top_ps, min_ps, strict=True)):
-        if temperature > 0 and (top_k or top_p < 1 or min_p):
-            threshold_S[s] = cut(x_SV[s], temperature, top_k, top_p, min_p)
+    """The definition; as threshold. Sorts only rows with filters, and few of them at a time."""
+    filters = rows.ints(TOP_K).bool() | (rows.floats(TOP_P) < 1) | (rows.floats(MIN_P) > 0)
+    threshold_S = torch.full((len(filters),), float("-inf"), device=filters.device)
+    x_SV = rows.processed().logits_SV
+    for index in (filters & (rows.floats(TEMPERATURE) > 0)).nonzero()[:, 0].split(1 + 2**22 // x_SV.shape[1]):
+        some = replace(rows, rows_S=rows.rows_S[index])
+        x_SC = x_SV[index].sort(descending=True).values
+        threshold_S[index] = cut(some, x_SC, torch.ones_like(x_SC, dtype=torch.float64))
     return threshold_S
 
 

@@ -14,10 +14,10 @@ from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.advance_rows import advance_rows
 from nanollm.kernels.backend import runs_triton
 from nanollm.kernels.draw import draw
-from nanollm.kernels.threshold import SLACK, threshold
+from nanollm.kernels.threshold import cut, threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
-from nanollm.sampling_params import MIN_P, RULES, TEMPERATURE, TOP_K, TOP_P
+from nanollm.sampling_params import RULES, TEMPERATURE
 
 CANDIDATES = 64  # most logits of a row that each rank sends when its filters can be settled with the largest
 
@@ -122,10 +122,8 @@ class Sampler:
 
     def _merged_threshold(self, rows: RowLogits, filters: Filters) -> Tensor:
         """kernels.threshold of the whole vocabulary, from every rank's largest logits."""
-        x_SV = rows.logits_SV
-        nothing_S = torch.full((len(x_SV),), float("-inf"), device=x_SV.device)
         if filters is Filters.NONE:
-            return nothing_S
+            return torch.full_like(rows.positions_S, float("-inf"), dtype=torch.float32)
         x_SV = _processed(rows)
         size = min(CANDIDATES, x_SV.shape[1])
         top_SC = x_SV.topk(size).values
@@ -136,23 +134,7 @@ class Sampler:
         count_RSC[..., -1] += shares_RSC[..., -1]
         top_SC, order_SC = top_RSC.transpose(0, 1).flatten(1).sort(-1, descending=True)
         count_SC = count_RSC.transpose(0, 1).flatten(1).gather(1, order_SC)
-
-        temperature_S1, min_p_S1, top_p_S1 = (rows.floats(column)[:, None] for column in (TEMPERATURE, MIN_P, TOP_P))
-        top_k_S1 = rows.ints(TOP_K)[:, None]
-        peak_S1 = top_SC[:, :1]
-        limit_S1 = (min_p_S1.log() * temperature_S1 + peak_S1.float()).double()
-        kth_S1 = top_SC.gather(1, (count_SC.cumsum(-1) < top_k_S1).sum(-1, keepdim=True).clamp(max=top_SC.shape[1] - 1))
-        limit_S1 = limit_S1.maximum(kth_S1.where(top_k_S1 > 0, float("-inf")))
-        weight_SC = count_SC * torch.exp((top_SC - peak_S1) / temperature_S1.clamp(min=1e-30)) * (top_SC >= limit_S1)
-        larger_SC = weight_SC.cumsum(-1) - weight_SC
-        enough_S1 = (top_p_S1.double() - SLACK).clamp(min=SLACK / 10) * weight_SC.sum(-1, keepdim=True)
-        cut_S1 = top_SC.gather(
-            1, ((larger_SC < enough_S1) & (top_SC >= limit_S1)).sum(-1, keepdim=True).clamp(min=1) - 1
-        )
-        limit_S1 = limit_S1.maximum(cut_S1.where(top_p_S1 < 1, float("-inf")))
-        infinite_S1 = peak_S1.abs() == float("inf")
-        limit_S1 = torch.where(infinite_S1, peak_S1, limit_S1).where(temperature_S1 > 0, float("-inf"))
-        return limit_S1[:, 0].float()
+        return cut(rows, top_SC.float(), count_SC)
 
 
 def _processed(rows: RowLogits) -> Tensor:
