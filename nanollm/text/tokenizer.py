@@ -69,7 +69,9 @@ def encode_bad_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> 
     """
     sequences = []
     for word in words:
-        bare, spaced = (list(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        bare, spaced = (
+            list(tokenizer.encode(space + word.lstrip(" "), add_special_tokens=False)) for space in ("", " ")
+        )
         sequences.append(bare)
         if spaced[:1] != bare[:1] and len(spaced) == len(bare):
             sequences.append(spaced)
