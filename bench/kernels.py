@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,26 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
+from nanollm.kernels.draw import draw
 from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from nanollm.kernels.sampling import best_candidate
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
 from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul
+from nanollm.kernels.threshold import _threshold_triton, threshold
+from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
+from nanollm.kernels.token_rules import RowLogits, SamplerState
+from nanollm.sampling_params import (
+    FREQUENCY,
+    MIN_P,
+    REPETITION,
+    RULES,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 
 ROTATE_BYTES = 256 * 2**20  # inputs that take turns, together: four times an H200's L2 cache
 Call = Callable[[int], Any]  # one launch on the i-th inputs
@@ -282,19 +295,78 @@ def skinny_cases() -> Iterator[Case]:
             yield inputs.case({"nanollm": inputs.ours(), "cublas": inputs.separate()})
 
 
-def sampling_cases() -> Iterator[Case]:
-    for rows, temperature in [(1, 0.6), (32, 0.6), (256, 0.6), (256, 0.0)]:
-        num_bytes = rows * 151936 * 2
-        copies = copies_of(num_bytes)
-        logits = [randn(rows, 151936) for _ in range(copies)]
-        numbers = torch.arange(rows, device="cuda")
-        temperatures = torch.full((rows,), temperature, device="cuda")
-        calls: dict[str, Call] = {
-            "nanollm": lambda i, x=logits, t=temperatures, n=numbers: best_candidate(x[i], t, n, n, n)
+# What rows ask for: columns of nanollm.sampling_params; the last has every fourth row do one of these.
+SAMPLINGS: dict[str, list[dict[int, float]]] = {
+    "greedy": [{TEMPERATURE: 0.0}],
+    "temperature": [{}],
+    "min_p": [{MIN_P: 0.05}],
+    "top_k 20, top_p .95, min_p": [{TOP_K: 20, TOP_P: 0.95, MIN_P: 0.05}],
+    "top_k 1000": [{TOP_K: 1000}],
+    "top_p .9": [{TOP_P: 0.9}],
+    "top_p .5": [{TOP_P: 0.5}],
+    "penalties": [{RULES: 1, REPETITION: 1.1, FREQUENCY: 0.1}],
+    "mixed": [{TEMPERATURE: 0.0}, {}, {TOP_P: 0.9}, {TOP_K: 20, TOP_P: 0.95}],
+}
+
+
+@dataclass
+class Sampling:
+    """Logits drawn as N(0, 2²), and rows' parameters."""
+
+    num_rows: int
+    name: str
+    size: int = 151936
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.num_rows * self.size * 2
+        self.logits = [randn(self.num_rows, self.size).mul_(2) for _ in range(copies_of(self.num_bytes))]
+        self.rows = torch.arange(self.num_rows, device="cuda")
+        self.state = SamplerState.empty(self.num_rows + 1, self.size, torch.device("cuda"))
+        self.state.params_RP[:, SEED_LOW] = torch.arange(self.num_rows + 1)
+        kinds = SAMPLINGS[self.name]
+        for row in range(self.num_rows):
+            columns = {TEMPERATURE: 1.0, TOP_P: 1.0, REPETITION: 1.0} | kinds[row % len(kinds)]
+            for column, value in columns.items():
+                dtype = torch.int32 if column in (TOP_K, RULES) else torch.float32
+                self.state.params_RP[row, column] = torch.tensor(value, dtype=dtype).view(torch.int32).cuda()
+
+    def ours(self, stats: dict[str, int] | None = None, filters: dict[str, int] | None = None) -> Call:
+        """Filters and the draw; with options of their launches."""
+
+        def call(i: int) -> Tensor:
+            rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
+            found = _tile_stats_triton(rows, **(stats or {}))
+            return draw(rows, *found, _threshold_triton(rows, *found, **(filters or {})))[1]
+
+        return call
+
+    def parts(self) -> dict[str, Call]:
+        """Each kernel on what the one before it leaves."""
+        rows = RowLogits(self.logits[0], self.rows, self.rows, self.state)
+        stats = tile_stats(rows)
+        limit = threshold(rows, *stats)
+
+        def on(i: int) -> RowLogits:
+            return replace(rows, logits_SV=self.logits[i])
+
+        return {
+            "tile_stats": lambda i: tile_stats(on(i)),
+            "threshold": lambda i: threshold(on(i), *stats),
+            "draw": lambda i: draw(on(i), *stats, limit),
         }
-        if not temperature:
-            calls["torch"] = lambda i, x=logits: x[i].argmax(-1)
-        yield Case(f"best_candidate {rows} rows, temperature {temperature}", num_bytes, 0, len(logits), calls)
+
+    def case(self, calls: dict[str, Call]) -> Case:
+        return Case(f"sample {self.num_rows} rows, {self.name}", self.num_bytes, 0, len(self.logits), calls)
+
+
+def sampling_cases() -> Iterator[Case]:
+    """All of sampling against one read of the logits, and its three kernels."""
+    for num_rows, name in [(1, "temperature"), (32, "temperature"), *((256, name) for name in SAMPLINGS)]:
+        inputs = Sampling(num_rows, name)
+        calls = {"nanollm": inputs.ours()} | inputs.parts()
+        if name == "greedy":
+            calls["torch"] = lambda i, x=inputs.logits: x[i].argmax(-1)
+        yield inputs.case(calls)
 
 
 def decode_variants() -> Iterator[Case]:
@@ -345,6 +417,23 @@ def skinny_variants() -> Iterator[Case]:
             yield inputs_.case(calls | {"default": inputs_.ours(), "cublas": inputs_.separate()})
 
 
+def sampling_variants() -> Iterator[Case]:
+    launches = itertools.product([8, 16, 32], [2, 4, 8])
+    inputs = Sampling(256, "temperature")
+    calls = {f"t{t} w{w}": inputs.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
+    yield inputs.case(calls | {"default": inputs.ours()})
+    for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
+        inputs_ = Sampling(256, name)
+        options = itertools.product([(32, 8), (64, 16), (32, 16)], [32, 64], [16, 32, 64])
+        calls = {
+            f"c{chunk} w{warps} s{sampled} t{tiles}": inputs_.ours(
+                filters={"chunk": chunk, "num_warps": warps, "sampled": sampled, "tiles": tiles}
+            )
+            for (chunk, warps), sampled, tiles in options
+        }
+        yield inputs_.case(calls | {"default": inputs_.ours()})
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
@@ -358,6 +447,7 @@ VARIANTS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_variants,
     "prefill": prefill_variants,
     "skinny": skinny_variants,
+    "sampling": sampling_variants,
 }
 
 
@@ -369,7 +459,7 @@ def measure_gpu() -> tuple[float, float]:
     return bandwidth, 2 * 8192**3 / time_call(lambda i: a @ b, 1) / 1e6
 
 
-def draw(cases: list[Case], floors: list[float], path: Path) -> None:
+def plot(cases: list[Case], floors: list[float], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -420,7 +510,7 @@ def main() -> None:
     report = {"gpu": torch.cuda.get_device_name(), "copy_tb_s": bandwidth, "matmul_tflop_s": tflops, "cases": records}
     (args.out / f"{name}.json").write_text(json.dumps(report, indent=1))
     if not args.tune:
-        draw(cases, floors, args.out / f"{name}.png")
+        plot(cases, floors, args.out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -87,14 +87,14 @@ def _tile_stats_kernel(
 def _tile_stats_triton(rows: RowLogits, tiles: int = 32, num_warps: int = 4) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     state, num_tiles = rows.state, -(-size // TILE)
-    max_SN, mass_SN = rows.logits_SV.new_empty(2, num_rows, num_tiles, dtype=torch.float32)
+    max_SN, mass_SN = (rows.logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(2))
     if rows.has_rules:
         rows.scratch_SV = rows.logits_SV.new_empty(num_rows, size, dtype=torch.float32)
     if num_rows:
         _tile_stats_kernel[(num_rows, -(-num_tiles // tiles))](
             max_SN,
             mass_SN,
-            rows.scratch_SV,
+            rows.scratch_SV if rows.has_rules else max_SN,
             rows.logits_SV,
             rows.rows_S,
             rows.positions_S,

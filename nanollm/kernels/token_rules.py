@@ -146,10 +146,11 @@ def load_raw(logits, column, mask):
 @triton.jit
 def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
     """Logits of a row with its rules applied; they are in the scratch if it has any."""
-    if not HAS_RULES:
-        return load_raw(logits, column, mask)
-    x = tl.load(scratch + column, mask=mask & ruled, other=float("-inf"))
-    if not ruled:
+    if HAS_RULES:
+        x = tl.load(scratch + column, mask=mask & ruled, other=float("-inf"))
+        if not ruled:
+            x = load_raw(logits, column, mask)
+    else:
         x = load_raw(logits, column, mask)
     return x
 

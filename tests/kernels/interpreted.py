@@ -112,7 +112,7 @@ def test_tile_stats(num_rows: int, size: int) -> None:
 
 @pytest.mark.parametrize("kind", checks.KINDS)
 def test_filters(kind: str) -> None:
-    checks.check_filters(20_000, kind, **ON_CPU)
+    checks.check_filters(40_000, kind, **ON_CPU)
 
 
 @pytest.mark.parametrize("size", [1, 100, 1000])
@@ -121,7 +121,7 @@ def test_filters_of_small_vocabularies(size: int) -> None:
 
 
 def test_filters_of_16_bit_logits() -> None:
-    checks.check_filters(20_000, "random", device="cpu", dtype=torch.float16)
+    checks.check_filters(40_000, "random", device="cpu", dtype=torch.float16)
 
 
 def test_filters_after_rules() -> None:
