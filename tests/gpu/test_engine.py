@@ -25,6 +25,49 @@ def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, overlap: b
     assert runs[0] == runs[1]
 
 
+# Filters, penalties, biases and bans: greedy, seeded, and rows with none beside them.
+VARIED: list[dict[str, Any]] = [
+    {"top_k": 20, "top_p": 0.95, "min_p": 0.01},
+    {"top_p": 0.9},
+    {},
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"presence_penalty": 1.0, "logit_bias": {5: 3.0, 77: -100.0}, "top_p": 0.8},
+    {"min_tokens": 9, "stop_token_ids": [3, 4], "top_k": 1000},
+    {"allowed_token_ids": list(range(40, 200)), "min_p": 0.1},
+    {"temperature": 0},
+]
+
+
+def varied(**settings: Any) -> list[SamplingParams]:
+    return [
+        SamplingParams(**({"temperature": 0.9, "seed": 3, "ignore_eos": True} | settings | some)) for some in VARIED
+    ]
+
+
+def test_every_kind_of_sampling_gives_the_tokens_of_the_cpu(tiny: Any) -> None:
+    prompts = [random_prompt(length, seed=9) for length in (1, 15, 16, 17, 60, 5, 33, 48)]
+    runs = []
+    for device in ("cpu", "cuda"):
+        with tiny("qwen3").llm(device=device) as llm:
+            outputs = llm.generate(prompts, varied(max_tokens=32, logprobs=3, prompt_logprobs=1, n=2), use_tqdm=False)
+            runs.append([completion for output in outputs for completion in output.outputs])
+            for output in outputs:
+                assert len(output.prompt_logprobs or []) == len(output.prompt_token_ids)
+    for ours, theirs in zip(*runs, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-2)
+
+
+def test_bad_rows_end_alone(tiny: Any) -> None:
+    stuck = SamplingParams(max_tokens=9, allowed_token_ids=[1], ignore_eos=True)
+    with tiny("qwen3").llm(device="cuda") as llm:
+        row = llm._engine.make_sequences([5, 6], stuck)[0]
+        row.bad_words = [[1]]  # which check_rules would have refused
+        llm._engine.add(row)
+        assert llm.generate([[7, 8]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0].finished
+    assert row.finish_reason == "error"
+
+
 def test_smollm2_gives_the_tokens_of_the_cpu(smollm2_path: Path) -> None:
     prompts = ["Once upon a time", "The capital of France is", "def fibonacci(n):"]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -79,5 +122,7 @@ def test_graphs_equal_eager_and_overlapped_equals_synchronous_exactly() -> None:
             "qwen3-0.6b", load_format="dummy", hf_overrides=shape, num_kv_blocks=256, max_num_seqs=12, **settings
         ) as llm:
             outputs = [output for prompts in rounds for output in llm.generate(prompts, params, use_tqdm=False)]
+            outputs += llm.generate([rounds[0][3]] * 8, varied(max_tokens=48), use_tqdm=False)
+            outputs += llm.generate([rounds[0][3]] * 8, varied(max_tokens=9, logprobs=1), use_tqdm=False)
             runs.append([output.outputs[0].token_ids for output in outputs])
     assert runs[1:] == [runs[0]] * 3
