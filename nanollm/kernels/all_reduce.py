@@ -15,6 +15,8 @@ kernels of a stream follow each other (gdc_wait waits for the end too). Two buff
 whole kernel of ours lies between emptying a lane and sending anything that lets a peer go on. The turn is counted on
 the device, so graphs can be replayed between eager calls.
 
+All ranks run the same machine code, add in the order of ranks, and so get the same bits.
+
 The rules: all ranks make the same calls in the same order, on one stream each; a grid has at most num_programs
 programs, which fit on the GPU together, since one that has not started could be one that a peer waits for.
 """
@@ -30,7 +32,6 @@ from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overla
 
 BUFFERS = 3
 SENTINEL = {2: -0x8000, 4: 0x80008000 - 2**32}  # by bytes of a lane, as a signed integer
-_TURN_WORDS = 1024  # the most programs that there can be
 _POLLS = tl.constexpr(1024)  # between two looks at the abort word, which is in host memory and far away
 _CHOICE_TILE = 256  # rows a program
 
@@ -59,8 +60,8 @@ class PeerMemory:
         """buffers: addresses of every rank's memory of `nbytes` bytes, emptied already, in this rank's address space.
         share: how many ranks' kernels must fit on this GPU together."""
         addresses = torch.tensor([*buffers, abort.data_ptr()], dtype=torch.int64, device=device)
-        turns = torch.zeros(_TURN_WORDS, dtype=torch.int32, device=device)
-        num_programs = min(2 * gpu(device).num_sms // share, _TURN_WORDS)
+        num_programs = 2 * gpu(device).num_sms // share
+        turns = torch.zeros(power_of_2(num_programs), dtype=torch.int32, device=device)
         return PeerMemory(rank, len(buffers), addresses, turns, nbytes // BUFFERS // 16 * 16, num_programs)
 
 
@@ -95,18 +96,25 @@ def best_of_ranks_reference(values_RS: Tensor, ids_RS: Tensor) -> Tensor:
 
 @triton.jit
 def _bases(addresses, SIZE: tl.constexpr):
-    """The addresses of all ranks' buffers, and of the abort word."""
+    """The addresses of all ranks' buffers, and of the abort word. Load them early: they are seldom in a cache."""
     found = ()
     for i in tl.static_range(SIZE + 1):
-        found = found + (tl.load(addresses + i),)  # noqa: RUF005, Triton knows no unpacking
+        found = found + (tl.load(addresses + i),)  # type: ignore[assignment]  # noqa: RUF005, Triton unpacks nothing
     return found
 
 
 @triton.jit
-def _send(address, index, bits, inside, SENTINEL: tl.constexpr):
+def _sendable(x, LANE: tl.constexpr, SENTINEL: tl.constexpr):
+    """x as bits, which are never the sentinel; senders too go on with these."""
+    bits = x.to(LANE, bitcast=True)
+    return tl.where(bits == SENTINEL, 0, bits).to(LANE)
+
+
+@triton.jit
+def _send(address, index, bits, inside):
     """Write lanes to a buffer; address is a multiple of 16."""
     pointer = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
-    tl.store(pointer + index, tl.where(bits == SENTINEL, 0, bits), mask=inside)
+    tl.store(pointer + index, bits, mask=inside)
 
 
 @triton.jit
@@ -150,7 +158,7 @@ def _finish(
         tl.store(y_TD + start + column, (total * scale * weight).to(y_TD.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["rank", "num_rows"])
 def _one_shot_kernel(
     y_TD,
     sum_TD,
@@ -162,11 +170,11 @@ def _one_shot_kernel(
     turns,
     capacity,
     slot,
+    rank,
     num_rows,
     size,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
-    RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANE: tl.constexpr,
     SENTINEL: tl.constexpr,
@@ -180,7 +188,7 @@ def _one_shot_kernel(
     column = tl.arange(0, TILE)
     inside = column < size
     stride = tl.cast(size, tl.int64)
-    base = _bases(addresses, SIZE)
+    base, mine = _bases(addresses, SIZE), tl.load(addresses + rank)
     weight = column
     if NORM:
         weight = tl.load(weight_D + column, mask=inside, other=0.0).to(tl.float32)
@@ -191,27 +199,27 @@ def _one_shot_kernel(
     buffer = turn.to(tl.int64) * capacity
     for row in range(first, num_rows, step):
         start = row * stride
-        bits = tl.load(x_TD + start + column, mask=inside, other=0.0).to(LANE, bitcast=True)
+        bits = _sendable(tl.load(x_TD + start + column, mask=inside, other=0.0), LANE, SENTINEL)
         for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                _send(base[peer] + buffer + RANK * slot, start + column, bits, inside, SENTINEL)
+            if peer != rank:
+                _send(base[peer] + buffer + rank * slot, start + column, bits, inside)
+    _next_turn(turns, turn, WORDS)
     for row in range(first, num_rows, step):
         start = row * stride
-        own = tl.load(x_TD + start + column, mask=inside, other=0.0)
+        own = _sendable(tl.load(x_TD + start + column, mask=inside, other=0.0), LANE, SENTINEL)
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
-            if peer == RANK:
-                total += own.to(tl.float32)
+            if peer == rank:
+                bits = own
             else:
                 bits = _receive(
-                    base[RANK] + buffer + peer * slot, start + column, inside, base[SIZE], LANE, SENTINEL
+                    mine + buffer + peer * slot, start + column, inside, base[SIZE], LANE, SENTINEL
                 )  # fmt: skip
-                total += bits.to(own.dtype, bitcast=True).to(tl.float32)
+            total += bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
         _finish(y_TD, sum_TD, residual_TD, weight, start, total, column, inside, size, eps, ADD, NORM)
-    _next_turn(turns, turn, WORDS)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["rank", "num_rows"])
 def _two_shot_kernel(
     y_TD,
     sum_TD,
@@ -223,11 +231,11 @@ def _two_shot_kernel(
     turns,
     capacity,
     slot,
+    rank,
     num_rows,
     size,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
-    RANK: tl.constexpr,
     SIZE: tl.constexpr,
     LANE: tl.constexpr,
     SENTINEL: tl.constexpr,
@@ -241,7 +249,7 @@ def _two_shot_kernel(
     column = tl.arange(0, TILE)
     inside = column < size
     stride = tl.cast(size, tl.int64)
-    base = _bases(addresses, SIZE)
+    base, mine = _bases(addresses, SIZE), tl.load(addresses + rank)
     weight = column
     if NORM:
         weight = tl.load(weight_D + column, mask=inside, other=0.0).to(tl.float32)
@@ -254,47 +262,45 @@ def _two_shot_kernel(
     for group in range(first, num_groups, step):
         in_slot = group * stride + column
         for owner in tl.static_range(SIZE):
-            if owner != RANK:
+            if owner != rank:
                 row = group * SIZE + owner
                 there = inside & (row < num_rows)
-                x = tl.load(x_TD + row * stride + column, mask=there, other=0.0)
-                _send(base[owner] + buffer + RANK * slot, in_slot, x.to(LANE, bitcast=True), there, SENTINEL)
+                bits = _sendable(tl.load(x_TD + row * stride + column, mask=there, other=0.0), LANE, SENTINEL)
+                _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
+    _next_turn(turns, turn, WORDS)
     for group in range(first, num_groups, step):
-        row = group * SIZE + RANK
+        row = group * SIZE + rank
         start = row * stride
         there = inside & (row < num_rows)
-        own = tl.load(x_TD + start + column, mask=there, other=0.0)
+        in_slot = group * stride + column
+        own = _sendable(tl.load(x_TD + start + column, mask=there, other=0.0), LANE, SENTINEL)
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
-            if peer == RANK:
-                total += own.to(tl.float32)
+            if peer == rank:
+                bits = own
             else:
-                in_slot = group * stride + column
-                bits = _receive(base[RANK] + buffer + peer * slot, in_slot, there, base[SIZE], LANE, SENTINEL)
-                total += bits.to(own.dtype, bitcast=True).to(tl.float32)
-        rounded = total.to(own.dtype)
+                bits = _receive(mine + buffer + peer * slot, in_slot, there, base[SIZE], LANE, SENTINEL)
+            total += bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
+        rounded = _sendable(total.to(x_TD.dtype.element_ty), LANE, SENTINEL)
         for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                _send(
-                    base[peer] + buffer + SIZE * slot, start + column, rounded.to(LANE, bitcast=True), there, SENTINEL
-                )  # fmt: skip
+            if peer != rank:
+                _send(base[peer] + buffer + SIZE * slot, start + column, rounded, there)
         if row < num_rows:
-            total = rounded.to(tl.float32)
+            total = rounded.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
             _finish(y_TD, sum_TD, residual_TD, weight, start, total, column, there, size, eps, ADD, NORM)
     for group in range(first, num_groups, step):
         for owner in tl.static_range(SIZE):
             row = group * SIZE + owner
-            if (owner != RANK) & (row < num_rows):
+            if (owner != rank) & (row < num_rows):
                 start = row * stride
                 bits = _receive(
-                    base[RANK] + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL
+                    mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL
                 )  # fmt: skip
                 total = bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
                 _finish(y_TD, sum_TD, residual_TD, weight, start, total, column, inside, size, eps, ADD, NORM)
-    _next_turn(turns, turn, WORDS)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["out_S", "value_S", "id_S"])
+@triton.jit(do_not_specialize=["rank", "num_rows"], do_not_specialize_on_alignment=["out_S", "value_S", "id_S"])
 def _best_of_ranks_kernel(
     out_S,
     value_S,
@@ -303,8 +309,8 @@ def _best_of_ranks_kernel(
     turns,
     capacity,
     slot,
+    rank,
     num_rows,
-    RANK: tl.constexpr,
     SIZE: tl.constexpr,
     SENTINEL: tl.constexpr,
     WORDS: tl.constexpr,
@@ -313,38 +319,36 @@ def _best_of_ranks_kernel(
 ):
     # A buffer has two slots for each rank: values, then ids.
     first, step = tl.program_id(0), tl.num_programs(0)
-    base = _bases(addresses, SIZE)
+    base, mine = _bases(addresses, SIZE), tl.load(addresses + rank)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     turn = tl.load(turns + first, volatile=True)
     buffer = turn.to(tl.int64) * capacity
+    _next_turn(turns, turn, WORDS)
     for tile in range(first, tl.cdiv(num_rows, TILE), step):
         row = tile * TILE + tl.arange(0, TILE)
         inside = row < num_rows
-        value = tl.load(value_S + row, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-        best_id = tl.load(id_S + row, mask=inside, other=0).to(tl.int32)
+        value = _sendable(tl.load(value_S + row, mask=inside, other=0.0), tl.int32, SENTINEL)
+        token_id = tl.load(id_S + row, mask=inside, other=0).to(tl.int32)
         for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                _send(base[peer] + buffer + 2 * RANK * slot, row, value, inside, SENTINEL)
-                _send(base[peer] + buffer + (2 * RANK + 1) * slot, row, best_id, inside, SENTINEL)
-        own_value, own_id = value.to(tl.float32, bitcast=True), best_id
-        best = own_value
+            if peer != rank:
+                _send(base[peer] + buffer + 2 * rank * slot, row, value, inside)
+                _send(base[peer] + buffer + (2 * rank + 1) * slot, row, token_id, inside)
+        best, best_id = value, token_id
         for peer in tl.static_range(SIZE):
-            if peer == RANK:
-                peer_value, peer_id = own_value, own_id
+            if peer == rank:
+                peer_value, peer_id = value, token_id
             else:
-                here = base[RANK] + buffer + 2 * peer * slot
-                bits = _receive(here, row, inside, base[SIZE], tl.int32, SENTINEL)
-                peer_value = bits.to(tl.float32, bitcast=True)
+                here = mine + buffer + 2 * peer * slot
+                peer_value = _receive(here, row, inside, base[SIZE], tl.int32, SENTINEL)
                 peer_id = _receive(here + slot, row, inside, base[SIZE], tl.int32, SENTINEL)
             if peer == 0:
                 best, best_id = peer_value, peer_id
             else:
-                best_id = tl.where(peer_value > best, peer_id, best_id)
-                best = tl.where(peer_value > best, peer_value, best)
+                larger = peer_value.to(tl.float32, bitcast=True) > best.to(tl.float32, bitcast=True)
+                best, best_id = tl.where(larger, peer_value, best), tl.where(larger, peer_id, best_id)
         tl.store(out_S + row, best_id.to(tl.int64), mask=inside)
-    _next_turn(turns, turn, WORDS)
 
 
 def _round_up(nbytes: int) -> int:
@@ -396,17 +400,17 @@ def peer_all_reduce(
             peers.turns,
             peers.capacity,
             _round_up(in_slot * size * itemsize),
+            peers.rank,
             num_rows,
             size,
             ADD=not no_residual,
             NORM=weight_D is not None,
-            RANK=peers.rank,
             SIZE=peers.size,
             LANE={2: tl.int16, 4: tl.int32}[itemsize],
             SENTINEL=SENTINEL[itemsize],
-            WORDS=_TURN_WORDS,
+            WORDS=len(peers.turns),
             TILE=tile,
-            num_warps=min(max(tile // 512, 1), 8),
+            num_warps=min(max(tile // 512, 1), 16),
             **overlap(x_TD.device),
         )
     return y_TD, sum_TD
@@ -428,11 +432,11 @@ def peer_best_of_ranks(value_S: Tensor, id_S: Tensor, peers: PeerMemory) -> Tens
             peers.turns,
             peers.capacity,
             _round_up(4 * rows),
+            peers.rank,
             rows,
-            RANK=peers.rank,
             SIZE=peers.size,
             SENTINEL=SENTINEL[4],
-            WORDS=_TURN_WORDS,
+            WORDS=len(peers.turns),
             TILE=_CHOICE_TILE,
             num_warps=2,
             **overlap(value_S.device),

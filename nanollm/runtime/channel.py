@@ -5,13 +5,13 @@ shows as end-of-file, and nothing has a name that a crash could leave behind.
 """
 
 import hmac
-import os
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 
@@ -94,12 +94,14 @@ class Link:
     def close(self) -> None:
         self._socket.close()
 
-    def exit_on_hangup(self) -> None:
-        """End this process when the other side is gone, whatever the main thread is doing then."""
+    def on_hangup(self, action: Callable[[], None]) -> None:
+        """Call `action`, in a thread, when the other side is gone, whatever the main thread is doing then."""
 
         def watch() -> None:
-            self._poll(getattr(select, "POLLRDHUP", 0), None)
-            os._exit(1)
+            with suppress(OSError, ValueError):  # closed on this side
+                while not self._poll(getattr(select, "POLLRDHUP", 0), 0.5):
+                    pass
+                action()
 
         threading.Thread(target=watch, daemon=True, name="nanollm-hangup").start()
 
