@@ -44,6 +44,8 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._received = bytearray()
+        self._closed = False
+        self._watcher: threading.Thread | None = None
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,18 +94,25 @@ class Link:
         self._poll(select.POLLIN, timeout)
 
     def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread of on_hangup
         self._socket.close()
+        if self._watcher is not None:
+            self._watcher.join(1.0)
+            self._watcher = None
 
     def on_hangup(self, action: Callable[[], None]) -> None:
         """Call `action`, in a thread, when the other side is gone, whatever the main thread is doing then."""
 
         def watch() -> None:
-            with suppress(OSError, ValueError):  # closed on this side
-                while not self._poll(getattr(select, "POLLRDHUP", 0), 0.5):
-                    pass
+            with suppress(ValueError):  # closed already
+                self._poll(getattr(select, "POLLRDHUP", 0), None)
+            if not self._closed:
                 action()
 
-        threading.Thread(target=watch, daemon=True, name="nanollm-hangup").start()
+        self._watcher = threading.Thread(target=watch, daemon=True, name="nanollm-hangup")
+        self._watcher.start()
 
     def _poll(self, event: int, timeout: float | None) -> bool:
         """Wait for an event or a hangup; False after `timeout` seconds. select() fails where many files are open."""
