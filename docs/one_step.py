@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,11 +28,11 @@ from nanollm.layers.attention import bind_kv_cache
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.linear import ColumnParallelLinear
 from nanollm.layers.norm import RMSNorm
-from nanollm.layers.sampler import sample
 from nanollm.layers.step_batch import StepBatch
 from nanollm.models.qwen3 import Qwen3ForCausalLM
 from nanollm.runtime.cuda_graphs import DecodeSteps
 from nanollm.runtime.kv_cache import allocate_kv_cache
+from nanollm.runtime.mixed_steps import MixedSteps
 from nanollm.runtime.rows import RowState
 from nanollm.runtime.step_plan import StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
@@ -92,6 +91,7 @@ class Steps:
         self.model = model
         self.rows = RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, device)
         self.decode = DecodeSteps(model, self.rows, TPGroup(), NUM_ROWS, sizes=[])
+        self.mixed = MixedSteps(model, self.rows, TPGroup(), NUM_ROWS, max_padded=0, capture=False)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_id: int) -> None:
@@ -99,19 +99,27 @@ class Steps:
         if self.decode.takes(plan):
             self.decode.run(plan)
         else:
-            batch, sampling, sampled_rows_S = self.rows.apply(plan)
-            self.rows.state.last_token_R[sampled_rows_S] = sample(self.model(batch), sampling, 0, TPGroup())
+            self.mixed.run(plan)
         self.rows.state.last_token_R[0] = token_id
 
 
 class Onlooker:
     """In the model's place: keeps the batch that it is given."""
 
-    lm_head = SimpleNamespace(start=0)
+    class Head:
+        start = 0
+
+        def __call__(self, hidden: Hidden) -> Tensor:
+            return torch.zeros(1, 1)
+
+    lm_head = Head()
 
     def __call__(self, batch: StepBatch) -> Tensor:
+        return self.lm_head(self.hidden(batch))
+
+    def hidden(self, batch: StepBatch) -> Hidden:
         self.batch = batch
-        return torch.zeros(1, 1)
+        return Hidden(torch.zeros(1, 1), None)
 
 
 @contextmanager

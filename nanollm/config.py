@@ -233,7 +233,8 @@ class EngineConfig:
     num_kv_blocks, kv_cache_memory_bytes: KV cache size, exactly; else gpu_memory_utilization × the GPU's memory
         less everything else, or 4 GiB at most on the CPU.
     overlap: plan step N + 1 while step N runs; None is on for GPUs, off for the CPU, where there is nothing to overlap.
-    attention_backend: "triton" (ours), "torch" (plain PyTorch, slow), or "auto": triton on GPUs.
+    attention_backend: "triton" (ours), "flash" (FlashAttention 3, 4 or 2, as installed), "torch" (plain PyTorch,
+        slow), or "auto": of triton and flash the faster for this GPU.
     long_prefill_token_threshold: most tokens of one prompt in one step; 0 is no limit.
     tensor_parallel_size: ranks (GPUs, or processes on the CPU) that share the model.
     disable_custom_all_reduce: use NCCL only, instead of our kernels that go through the peers' memory.
@@ -283,7 +284,7 @@ class EngineConfig:
         for name, choices in (
             ("dtype", DTYPES),
             ("load_format", ("auto", "dummy")),
-            ("attention_backend", ("auto", "triton", "torch")),
+            ("attention_backend", ("auto", "triton", "flash", "torch")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -23,9 +23,14 @@ from nanollm.kernels.backend import (
 
 
 def decode_attention_reference(
-    q_BNH: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables_BM: Tensor, context_lens_B: Tensor
+    q_BNH: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_BM: Tensor,
+    context_lens_B: Tensor,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The definition: all rows at once, padded to the longest context. A row of context 0 gives zeros."""
+    """The definition: all rows at once, padded to the longest context."""
     context_lens = context_lens_B.tolist()
     shortest, longest = min(context_lens), max(context_lens)
     num_blocks = -(-longest // k_cache.shape[1])
@@ -42,7 +47,10 @@ def decode_attention_reference(
     q_BKGH = q_BNH.unflatten(1, (k_cache.shape[2], -1))
     out_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BCKH.transpose(1, 2), v_BCKH.transpose(1, 2), attn_mask=mask)
     out_BNH = out_BKGH.flatten(1, 2)
-    return out_BNH if shortest else out_BNH.masked_fill((context_lens_B == 0)[:, None, None], 0)
+    if not shortest:
+        empty_B11 = (context_lens_B == 0)[:, None, None]
+        out_BNH = out_BNH.masked_fill(empty_B11, 0) if out is None else torch.where(empty_B11, out, out_BNH)
+    return out_BNH if out is None else out.copy_(out_BNH)
 
 
 @triton.jit
@@ -127,6 +135,7 @@ def _decode_attention_kernel(
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # One program takes one KV head of one row, with all query heads that share it, and every num_splits-th tile of its
@@ -144,7 +153,7 @@ def _decode_attention_kernel(
     block_C = _blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
     q_GH = tl.load(q_BNH + row * q_stride + kv_head * GROUP * HEAD_DIM + offset_GH, mask=inside_GH, other=0.0)
 
-    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 1))
+    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
     if split >= num_splits:
         return
     top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
@@ -243,6 +252,8 @@ def _decode_attention_triton(
     block_tables_BM: Tensor,
     context_lens_B: Tensor,
     launch: Launch | None = None,
+    *,
+    keep: bool = False,
 ) -> None:
     num_rows, num_heads, head_dim = q_BNH.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -279,6 +290,7 @@ def _decode_attention_triton(
         HEAD_TILE=max(power_of_2(head_dim), 16),
         TILE=launch.tile,
         STAGES=launch.stages,
+        KEEP=keep,
         num_warps=launch.num_warps,
         **overlap(device),
     )
@@ -295,14 +307,14 @@ def decode_attention(
     """Row b's query over the first context_lens_B[b] tokens of its cache, its own among them.
 
     Returns [B, N, H], in `out` if given. k_cache, v_cache: contiguous [blocks, block_size, K, H]; block_size a power
-    of two; H up to 256. block_tables_BM, context_lens_B: int32. A row of context 0 (padding of a CUDA graph) gives
-    zeros and reads nothing.
+    of two; H up to 256. block_tables_BM, context_lens_B: int32. A row of context 0 (padding of a CUDA graph) reads
+    nothing and gives zeros, or what is in `out` already.
     Softmax scale: H ** -0.5. Launches depend on the number of rows only, so a captured one serves all contexts.
     Floor on a GPU: one read of every row's K and V.
     """
     if not runs_triton(q_BNH):
-        out_BNH = decode_attention_reference(q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
-        return out_BNH if out is None else out.copy_(out_BNH)
+        return decode_attention_reference(q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B, out)
     out_BNH = torch.empty_like(q_BNH, memory_format=torch.contiguous_format) if out is None else out
-    _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
+    keep = out is not None
+    _decode_attention_triton(out_BNH, q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B, keep=keep)
     return out_BNH

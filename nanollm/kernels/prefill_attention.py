@@ -291,22 +291,18 @@ def prefill_attention(
     block_tables_BM: Tensor,
     query_starts_B1: Tensor,
     context_lens_B: Tensor,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Row b's queries, query_starts_B1[b] to query_starts_B1[b + 1], are the last of its context_lens_B[b] tokens.
 
-    Each sees its own token and those before it. Returns [T, N, H], in `out` if given.
+    Each sees its own token and those before it. Returns [T, N, H].
 
     k_cache, v_cache: contiguous [blocks, block_size, K, H]; block_size a
     power of two; H up to 256. block_tables_BM, query_starts_B1, context_lens_B: int32. Rows may have no queries; what
     tokens of no row get is undefined. Softmax scale: H ** -0.5. Launches depend on the numbers of tokens and rows only.
     Floor on a GPU: 4 * H operations for each query head and visible token.
     """
-    out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format) if out is None else out
-    if runs_triton(q_TNH):
-        _prefill_attention_triton(out_TNH, q_TNH, k_cache, v_cache, block_tables_BM, query_starts_B1, context_lens_B)
-    else:
-        out_TNH.copy_(
-            prefill_attention_reference(q_TNH, k_cache, v_cache, block_tables_BM, query_starts_B1, context_lens_B)
-        )
+    if not runs_triton(q_TNH):
+        return prefill_attention_reference(q_TNH, k_cache, v_cache, block_tables_BM, query_starts_B1, context_lens_B)
+    out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+    _prefill_attention_triton(out_TNH, q_TNH, k_cache, v_cache, block_tables_BM, query_starts_B1, context_lens_B)
     return out_TNH

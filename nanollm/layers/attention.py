@@ -1,18 +1,38 @@
 """Self-attention over the paged KV cache, split over ranks by heads."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from nanollm.config import ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.attention import paged_attention, paged_attention_reference
-from nanollm.kernels.backend import HAS_TRITON
+from nanollm.kernels.attention import paged_attention
+from nanollm.kernels.backend import HAS_TRITON, gpu
+from nanollm.kernels.decode_attention import decode_attention, decode_attention_reference
+from nanollm.kernels.flash_attention import find_flash
+from nanollm.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanollm.layers.norm import RMSNorm
 from nanollm.layers.step_batch import StepBatch
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """What computes attention: functions like decode_attention and prefill_attention. why: for the log."""
+
+    name: str
+    why: str
+    decode: Callable[..., Tensor]
+    prefill: Callable[..., Tensor]
+
+
+_OURS: dict[str, Callable[..., Tensor]] = {"decode": decode_attention, "prefill": prefill_attention}
 
 
 class Attention(nn.Module):
@@ -24,7 +44,7 @@ class Attention(nn.Module):
 
     k_cache: Tensor
     v_cache: Tensor
-    backend = "triton"  # or "torch", the definition; on the CPU they are the same
+    backend = AttentionBackend("triton", "ours", **_OURS)
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
         super().__init__()
@@ -51,32 +71,59 @@ class Attention(nn.Module):
             self.k_cache,
             self.v_cache,
         )
-        attend = paged_attention if self.backend == "triton" else paged_attention_reference
-        out_TNH = attend(
+        out_TNH = paged_attention(
             q_TNH,
             self.k_cache,
             self.v_cache,
             batch.block_tables_BM,
-            batch.query_starts_B1,
             batch.context_lens_B,
-            batch.num_decodes,
+            batch.decode_lens_C,
+            batch.query_starts_B1,
+            self.backend.decode,
+            self.backend.prefill,
         )
         return self.o_proj(out_TNH.flatten(1), residual_TD)
 
 
-def attention_backend(wanted: str, device: torch.device) -> tuple[str, str]:
-    """The backend to use ("triton" or "torch") and why; ValueError if what is wanted doesn't run here."""
+# Which kernels are the fastest by GPU generation, as bench/kernels.py measured: (decode, prefill); others: ours.
+_FASTEST = {9: ("triton", "flash")}
+
+
+def attention_backend(
+    wanted: str, heads: HeadPartition, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """The backend to use, of "auto", "triton", "flash" and "torch"; ValueError if what is wanted doesn't run here.
+
+    "flash" that is missing or broken is no error, but replaced; `why` says so.
+    """
+    torch_backend = partial(
+        AttentionBackend, "torch", decode=decode_attention_reference, prefill=prefill_attention_reference
+    )
     if device.type != "cuda" or not HAS_TRITON:
         lacking = "there is no GPU" if device.type != "cuda" else "Triton is not installed"
-        if wanted == "triton":
-            raise ValueError(f"attention_backend 'triton' can't be used: {lacking}; use 'auto' or 'torch'")
-        return "torch", lacking
-    return (
-        ("torch", "as asked for") if wanted == "torch" else ("triton", "as asked for" if wanted != "auto" else "ours")
+        if wanted in ("triton", "flash"):
+            raise ValueError(f"attention_backend {wanted!r} can't be used: {lacking}; use 'auto' or 'torch'")
+        return torch_backend(lacking)
+    if wanted == "torch":
+        return torch_backend("as asked for")
+    if wanted == "triton":
+        return AttentionBackend("triton", "as asked for", **_OURS)
+    decode, prefill = ("flash", "flash") if wanted == "flash" else _FASTEST.get(gpu(device).capability[0], ("", ""))
+    if "flash" not in (decode, prefill) or dtype == torch.float32:
+        return AttentionBackend("triton", "ours", **_OURS)
+    flash, reason = find_flash(len(heads.heads), len(heads.kv_heads), head_dim, block_size, dtype, device)
+    if flash is None:
+        return AttentionBackend("triton", f"no FlashAttention: {reason}", **_OURS)
+    name = f"FlashAttention {flash.version}" if decode == prefill else f"triton and FlashAttention {flash.version}"
+    return AttentionBackend(
+        name,
+        "as asked for" if wanted == "flash" else "the faster ones here, for decode and prefill",
+        flash.decode if decode == "flash" else decode_attention,
+        flash.prefill if prefill == "flash" else prefill_attention,
     )
 
 
-def use_attention_backend(model: nn.Module, backend: str) -> None:
+def use_attention_backend(model: nn.Module, backend: AttentionBackend) -> None:
     """Make every Attention of the model use this backend."""
     for module in model.modules():
         if isinstance(module, Attention):

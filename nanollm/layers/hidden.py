@@ -23,8 +23,8 @@ class Hidden:
     norm_weight_D: Tensor | None = None
     norm_eps: float = 0.0
 
-    def rows(self, index: Tensor) -> "Hidden":
-        """Only the given tokens: index int [L]."""
+    def rows(self, index: Tensor | slice) -> "Hidden":
+        """Only the given tokens: a slice, or int [L]."""
         residual_TD = None if self.residual_TD is None else self.residual_TD[index]
         pending_TD = None if self.pending_TD is None else self.pending_TD[index]
         return replace(self, residual_TD=residual_TD, pending_TD=pending_TD)

@@ -71,8 +71,12 @@ class Qwen3ForCausalLM(nn.Module):
         return DecoderLayer(config, tp, qk_norm=self.qk_norm)
 
     def forward(self, batch: StepBatch) -> Tensor:
+        return self.lm_head(self.hidden(batch))
+
+    def hidden(self, batch: StepBatch) -> Hidden:
+        """What the LM head reads, at the tokens whose logits are wanted."""
         hidden = self.model(batch, self.rope_PH)
-        return self.lm_head(hidden if batch.logit_rows_L is None else hidden.rows(batch.logit_rows_L))
+        return hidden if batch.logit_rows_L is None else hidden.rows(batch.logit_rows_L)
 
     def tensor_parts(self) -> list[TensorPart]:
         """What to load: every part of every parameter of this rank."""

@@ -30,6 +30,10 @@ class _Graphs:
     sample: torch.cuda.CUDAGraph
     ids_B: Tensor
 
+    def replay(self) -> None:
+        self.forward.replay()
+        self.sample.replay()
+
 
 class DecodeSteps:
     """Runs steps of one token a row, the same way with and without CUDA graphs.
@@ -45,7 +49,6 @@ class DecodeSteps:
         device = rows.device
         self._words = torch.zeros(max_rows, NUM_WORDS, dtype=torch.int32, device=device)
         self._inputs = DecodeInputs.empty(max_rows, rows.state)
-        self._starts_B1 = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._staging = torch.zeros(_STAGING, max_rows, NUM_WORDS, dtype=torch.int32, pin_memory=pinned)
         self._turn = 0
@@ -86,11 +89,14 @@ class DecodeSteps:
             words_BW[:num_rows, NEW_BLOCK][np.isin(plan.row_ids_B, plan.append_rows)] = plan.append_blocks
             self._rows.append_on_host(plan)
         self._words[:size].copy_(staging, non_blocking=True)
-        if (graphs := self._graphs.get(size)) is None:
+        if (graphs := self.graphs_for(num_rows)) is None:
             return self._sample(self._forward(size), size)[:num_rows]
-        graphs.forward.replay()
-        graphs.sample.replay()
+        graphs.replay()
         return graphs.ids_B[:num_rows]
+
+    def graphs_for(self, num_rows: int) -> _Graphs | None:
+        """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
+        return self._graphs.get(self._size_for[num_rows])
 
     def capture(self, sizes: list[int]) -> float:
         """Capture these sizes, largest first; returns the seconds it took. Every rank does so in the same order."""
@@ -124,9 +130,9 @@ class DecodeSteps:
             positions_T=inputs.positions_B[:size],
             slots_T=inputs.slots_B[:size],
             block_tables_BM=inputs.block_tables_BM[:size],
-            query_starts_B1=self._starts_B1[: size + 1],
             context_lens_B=inputs.context_lens_B[:size],
-            num_decodes=size,
+            decode_lens_C=inputs.context_lens_B[:size],
+            query_starts_B1=None,
             logit_rows_L=None,
         )
         return self._model(batch)

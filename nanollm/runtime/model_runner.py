@@ -12,7 +12,6 @@ from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
-from nanollm.layers.sampler import sample
 from nanollm.models.loader import load_weights
 from nanollm.models.registry import import_model
 from nanollm.models.source import ModelSource
@@ -24,6 +23,7 @@ from nanollm.runtime.kv_cache import (
     block_bytes,
     num_kv_blocks,
 )
+from nanollm.runtime.mixed_steps import MAX_GRAPHS, MixedSteps, longest_padded
 from nanollm.runtime.rows import RowState
 from nanollm.runtime.step_plan import EMPTY, StepPlan, StepResult
 
@@ -98,10 +98,16 @@ class ModelRunner:
         self.rows = RowState(num_rows, -(-(self.max_model_len + 1) // self.block_size), self.block_size, device)
         sizes = capture_sizes(num_rows) if device.type == "cuda" else []
         self.decode = DecodeSteps(self.model, self.rows, tp, num_rows, sizes)
-        self.attention_backend, self.attention_why = attention_backend(config.attention_backend, device)
+        self.attention_backend = attention_backend(
+            config.attention_backend, self.heads, model_config.head_dim, self.block_size, self.dtype, device
+        )
         use_attention_backend(self.model, self.attention_backend)
-        capturable = tp.capturable and self.attention_backend == "triton"
-        self.captured = sizes if capturable and not config.enforce_eager else []
+        on_gpu = self.attention_backend.name != "torch"
+        capture = on_gpu and tp.capturable and not config.enforce_eager
+        self.captured = sizes if capture else []
+        layer_weights = sum(parameter.numel() for parameter in self.model.model.layers[0].parameters())
+        max_padded = longest_padded(layer_weights, config.max_num_batched_tokens) if on_gpu else 0
+        self.mixed = MixedSteps(self.model, self.rows, tp, num_rows, max_padded, capture=capture)
         available = CPU_CACHE_BYTES
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -159,28 +165,31 @@ class ModelRunner:
         if self.captured:
             graphs = f"CUDA graphs of {len(self.captured)} batch sizes, captured in {self.capture_seconds:.1f} s"
         tokens = self.num_kv_blocks * self.block_size
+        attention = self.attention_backend
         return (
             f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, "
-            f"{self.tp.describe()}; {self.attention_backend} attention ({self.attention_why}); {graphs}; KV cache "
+            f"{self.tp.describe()}; {attention.name} attention ({attention.why}); {graphs}; KV cache "
             f"{tokens} tokens, {tokens / self.max_model_len:.1f} sequences of max_model_len {self.max_model_len}"
         )
 
     @torch.inference_mode()
     def _graph_bytes(self) -> int:
-        """Memory that the CUDA graphs will take: the largest, whose pool the others share, and a little for each."""
+        """Memory that the CUDA graphs will take: the largest, whose pools the others share, and a little for each."""
         if not self.captured:
             return 0
         before = torch.cuda.mem_get_info(self.device)[0]
         self.decode.capture(self.captured[-1:])
+        self.mixed.capture_largest()
         used = before - torch.cuda.mem_get_info(self.device)[0]
         self.decode.forget()
+        self.mixed.forget()
         torch.cuda.empty_cache()
-        return used + len(self.captured) * _BYTES_PER_GRAPH
+        return used + (len(self.captured) + MAX_GRAPHS) * _BYTES_PER_GRAPH
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingResult:
         """Queue one step on the device: forward, then sample, then the copy of its tokens to the host."""
-        ids_S, logits = (self.decode.run(plan), None) if self.decode.takes(plan) else self._mixed_step(plan)
+        ids_S, logits = (self.decode.run(plan), None) if self.decode.takes(plan) else self.mixed.run(plan)
         if self.device.type == "cpu":
             return PendingResult(ids_S, logits, None)
         host_ids_S = _to_host(ids_S)
@@ -188,17 +197,6 @@ class ModelRunner:
         done = torch.cuda.Event()
         done.record()
         return PendingResult(host_ids_S, host_logits, done)
-
-    def _mixed_step(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """A step with prompt chunks, kernel by kernel. Returns (ids int64 [S], float32 logits [L - S, V] if any)."""
-        batch, sampling, sampled_rows_S = self.rows.apply(plan)
-        logits_r = self.model(batch)
-        num_sampled = len(sampled_rows_S)
-        ids_S = sample(logits_r[:num_sampled], sampling, self.model.lm_head.start, self.tp)
-        self.rows.state.last_token_R[sampled_rows_S] = ids_S
-        if len(plan.logit_rows_L) == num_sampled:
-            return ids_S, None
-        return ids_S, self.model.lm_head.gather(logits_r[num_sampled:])
 
 
 def store_by_columns(model: torch.nn.Module) -> None:

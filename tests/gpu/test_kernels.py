@@ -96,7 +96,8 @@ def test_mixed_step_is_its_rows_one_by_one() -> None:
     q = checks.randn(sum(queries), 8, 128, device="cuda", dtype=torch.bfloat16)
     starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device="cuda")
     lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
-    out = paged_attention(q, k_cache, v_cache, tables, starts, lens, num_decodes=3)
+    decode_lens = torch.tensor([5, 700, 33, 0, 0], dtype=torch.int32, device="cuda")  # as a CUDA graph has them
+    out = paged_attention(q, k_cache, v_cache, tables, lens, decode_lens, starts.clamp(min=3))
     rows = zip(out.split(queries), q.split(queries), tables, contexts, strict=True)
     for out_row, q_row, table, context in rows:
         checks.assert_close(out_row, checks.attention_oracle(q_row, k_cache, v_cache, table, context), 5e-3)
@@ -106,11 +107,10 @@ def test_captured_decode_attention_serves_other_contexts() -> None:
     k_cache, v_cache, tables = checks.paged_cache([3000] * 8, 16, 8, 128, "cuda", torch.bfloat16)
     q = checks.randn(8, 16, 128, device="cuda", dtype=torch.bfloat16)
     lens = torch.full((8,), 7, dtype=torch.int32, device="cuda")
-    out = torch.empty_like(q)
-    decode_attention(q, k_cache, v_cache, tables, lens, out=out)
+    decode_attention(q, k_cache, v_cache, tables, lens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(q, k_cache, v_cache, tables, lens, out=out)
+        out = decode_attention(q, k_cache, v_cache, tables, lens)
     for contexts in ([1, 3000, 0, 64, 65, 257, 1024, 2999], [0] * 8, [2048] * 8):
         lens.copy_(torch.tensor(contexts))
         graph.replay()

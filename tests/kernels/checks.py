@@ -107,6 +107,11 @@ def check_decode_attention(
             assert_close(runs[0][row : row + 1], expected, TOLERANCE[dtype])
         else:
             assert not runs[0][row].any()
+    kept_BNH = torch.full_like(runs[0], float("nan"))
+    _decode_attention_triton(kept_BNH, q_BNH, k_cache, v_cache, tables_BM, lens_B, launch, keep=True)
+    empty_B = lens_B == 0
+    assert kept_BNH[empty_B].isnan().all()
+    assert torch.equal(kept_BNH[~empty_B], runs[0][~empty_B])
 
 
 def check_prefill_attention(

@@ -26,7 +26,9 @@ def test_paged_attention(rows: list[tuple[int, int]]) -> None:
     starts_B1 = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     lens_B = torch.tensor(contexts, dtype=torch.int32)
     num_decodes = next((i for i, query in enumerate(queries) if query > 1), len(queries))
-    out_TNH = paged_attention(q_TNH, k_cache, v_cache, tables_BM, starts_B1, lens_B, num_decodes)
+    decode_lens_C = lens_B[:num_decodes] if num_decodes else None
+    starts = None if num_decodes == len(queries) else starts_B1.clamp(min=num_decodes)
+    out_TNH = paged_attention(q_TNH, k_cache, v_cache, tables_BM, lens_B, decode_lens_C, starts)
     for out_QNH, q_QNH, table_M, context in zip(
         out_TNH.split(queries), q_TNH.split(queries), tables_BM, contexts, strict=True
     ):

@@ -221,7 +221,7 @@ def test_attention_parts_add_up(size: int, qk_norm: bool) -> None:
     slots_T = torch.tensor([8, 9, 10, 11, 0])
     positions_T = torch.arange(TOKENS)
     starts_B1, lengths_B = torch.tensor([0, TOKENS]).int(), torch.tensor([TOKENS]).int()
-    batch = StepBatch(positions_T, positions_T, slots_T, block_table, starts_B1, lengths_B, 0, None)
+    batch = StepBatch(positions_T, positions_T, slots_T, block_table, lengths_B, None, starts_B1, None)
     total = torch.zeros(TOKENS, SIZE)
     for layer in layers:
         layer.k_cache, layer.v_cache = torch.zeros(2, 3, 4, layer.num_kv_heads, 8)
