@@ -180,6 +180,7 @@ def predicted(
     w, run = workload(args), {"tp": tp, "predicted": True, "workload_tokens": one["workload_tokens"]}
     run["rows"] = [{"batch": row["batch"], "ttft_ms": 1.0, "tpot_ms": 1.0} for row in one["rows"]]
     with_floors(run, cost, rates, args)
+    run["rows"] = [{k: v for k, v in row.items() if not k.startswith("ttft")} for row in run["rows"]]
     for row, single in zip(run["rows"], one["rows"], strict=True):
         comm = communication(int(row["batch"])) * 1e3
         row["tpot_ms"] = row["tpot_floor_ms"] + single["tpot_ms"] - single["tpot_floor_ms"] + comm

@@ -242,7 +242,7 @@ def check_random_calls(tp: TPGroup, num_calls: int, num_replays: int) -> None:
     inputs = peers.Inputs.of(captured, tp.size, "cuda")
     inputs.run(captured, tp.peers._peers)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         outputs = [inputs.run(captured, tp.peers._peers) for _ in range(5)]
     for _ in range(num_replays):
         graph.replay()
