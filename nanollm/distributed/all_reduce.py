@@ -6,6 +6,7 @@ The memory is torch's symmetric memory, with plain loads and stores through NVLi
 import hashlib
 import itertools
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def connect_peers(
     found: PeerCollectives | None = None
     try:
         found = _map_memory(rank, size, device, group, share=uuids.count(uuids[rank]))
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:  # of a PyTorch that does it in another way
         why = str(error).splitlines()[0]
     if any(failed for (failed,) in everyones(found is None)):
         return why or "another rank could not map its peers' memory"
@@ -155,19 +156,21 @@ def _map_memory(rank: int, size: int, device: torch.device, group: dist.ProcessG
     empty_buffers(memory)
     torch.cuda.synchronize(device)  # before any peer can write
     store = _OwnNumbers(dist.distributed_c10d._get_process_group_store(group))
-    name = f"nanollm{next(_names)}"
+    name, meeting = f"nanollm-peers{next(_names)}", dist.ProcessGroup(store, rank, size)
+    # Where PyTorch 2.11 finds the store, and where 2.10 does.
+    torch._C._distributed_c10d._register_process_group(name, meeting)  # type: ignore[arg-type]
     symmetric.set_group_info(name, rank, size, store)
     handle = symmetric.rendezvous(memory, name)
     abort_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     peers = PeerMemory.of(rank, handle.buffer_ptrs, abort_word, nbytes, device, share)
-    return PeerCollectives(peers, abort_word, (memory, handle, store), Limits.of(size))
+    return PeerCollectives(peers, abort_word, (memory, handle, store, meeting), Limits.of(size))
 
 
 class _OwnNumbers(dist.Store):
-    """A store for torch's exchanges of handles, whose keys end in the number of the exchange and the rank.
+    """A store for torch's exchange of handles, whose keys have a number: prefix/number or prefix/number/…
 
     torch counts the exchanges of a process, not of a group, so that a process with its second engine and one with its
-    first would wait for different keys forever. Here the first exchange seen is number 0.
+    first would wait for different keys forever. Here the first number seen is 0, the next one 1.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -175,8 +178,10 @@ class _OwnNumbers(dist.Store):
         self._store, self._numbers = store, dict[str, int]()
 
     def _own(self, key: str) -> str:
-        exchange, _, rank = key.rpartition("/")
-        return f"peers/{self._numbers.setdefault(exchange, len(self._numbers))}/{rank}"
+        def renumber(found: re.Match[str]) -> str:
+            return f"/{self._numbers.setdefault(found[1], len(self._numbers))}"
+
+        return "peers/" + re.sub(r"/(\d+)(?=/|$)", renumber, key, count=1)
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._store.set(self._own(key), value)  # type: ignore[arg-type]
@@ -184,9 +189,11 @@ class _OwnNumbers(dist.Store):
     def get(self, key: str) -> bytes:
         return self._store.get(self._own(key))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        own = [self._own(key) for key in keys]
-        self._store.wait(own) if timeout is None else self._store.wait(own, timeout)
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._own(key), value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:  # type: ignore[override]
+        self._store.wait([self._own(key) for key in keys], *timeout)
 
 
 def _hash(text: str) -> int:

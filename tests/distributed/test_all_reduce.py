@@ -1,5 +1,8 @@
 """Ranks agree on whether they use the peers' memory, whichever of them can't; torch's exchange of it, on a CPU."""
 
+import threading
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,17 +52,28 @@ def test_one_rank_that_can_not_makes_all_fall_back() -> None:
 
 
 def test_exchanges_meet_however_many_a_process_had_before() -> None:
-    """Through a C++ store, which calls ours as torch's rendezvous does."""
-    shared = dist.HashStore()
-    stores = [all_reduce._OwnNumbers(shared) for _ in range(2)]
-    first, second = (dist.PrefixStore("group", store) for store in stores)
-    first.set("CUDASymmetricMemory/0/0", b"\x00\xff a")
-    first.set("CUDASymmetricMemory/1/0", b"b")
-    for number, expected in ((7, b"\x00\xff a"), (8, b"b")):
-        second.set(f"CUDASymmetricMemory/{number}/1", b"c")
-        second.wait([f"CUDASymmetricMemory/{number}/0"])
-        assert second.get(f"CUDASymmetricMemory/{number}/0") == expected
-    assert first.get("CUDASymmetricMemory/1/1") == b"c"
+    """Through C++, which calls our store as torch's rendezvous does, for each rank with numbers of its own."""
+    shared, numbers = dist.HashStore(), {0: (0, 1, 2), 1: (7, 8, 9)}
+    stores = [all_reduce._OwnNumbers(dist.PrefixStore("group", shared)) for _ in numbers]
+    got: dict[int, list[bytes]] = {}
+
+    def exchange(rank: int) -> None:
+        store = dist.PrefixStore("CUDASymmetricMemory", stores[rank])
+        first, second, third = numbers[rank]
+        store.set(f"{first}/{rank}", b"\x00\xff%d" % rank)
+        if store.add(f"{second}/num_members", 1) == 2:
+            store.set(f"{second}/last_member", b"")
+        store.wait([f"{second}/last_member"], timedelta(seconds=20))
+        store.set(f"{third}/{rank}", b"%d" % rank)
+        store.wait([f"{third}/{1 - rank}"])
+        got[rank] = [store.get(f"{first}/{1 - rank}"), *store.multi_get([f"{third}/{1 - rank}"])]
+
+    threads = [threading.Thread(target=exchange, args=(rank,), daemon=True) for rank in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert got == {0: [b"\x00\xff1", b"1"], 1: [b"\x00\xff0", b"0"]}
 
 
 @pytest.mark.parametrize(("num_ranks", "like"), [(3, 4), (5, 8), (7, 8), (16, 8)])
