@@ -99,7 +99,7 @@ def connect_peers(
     is_gloo = dist.get_backend(group) == "gloo"
 
     def everyones(*values: int) -> list[list[int]]:
-        return all_gather(torch.tensor(values, device="cpu" if is_gloo else device)).tolist()
+        return all_gather(torch.tensor(values, dtype=torch.int64, device="cpu" if is_gloo else device)).tolist()
 
     why = _obstacle(wanted)
     hosts, uuids = zip(*everyones(_hash(_host()), _hash(_uuid(device))), strict=True)

@@ -64,9 +64,14 @@ class Link:
             except OSError as error:
                 raise LinkClosedError(str(error)) from error
 
-    def recv(self, timeout: float | None = None) -> tuple[Kind, bytearray] | None:
-        """The next message; None after `timeout` seconds without a whole one. LinkClosedError at the end."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def recv(self, timeout: float | None = None, spin: float = 0.0) -> tuple[Kind, bytearray] | None:
+        """The next message; None after `timeout` seconds without a whole one. LinkClosedError at the end.
+
+        spin: seconds to look again and again before sleeping, since waking up takes longer than a small message.
+        """
+        start = time.monotonic()
+        deadline = None if timeout is None else start + timeout
+        sleep_from = start + (spin if timeout is None else min(spin, timeout))
         while True:
             if len(self._received) >= _HEADER.size:
                 magic, kind, size = _HEADER.unpack_from(self._received)
@@ -78,8 +83,10 @@ class Link:
                     del self._received[:end]
                     return Kind(kind), payload
             try:
-                data = self._socket.recv(1 << 20)
+                data = self._socket.recv(1 << 16)
             except BlockingIOError:
+                if time.monotonic() < sleep_from:
+                    continue
                 if not self._poll(select.POLLIN, None if deadline is None else deadline - time.monotonic()):
                     return None
                 continue

@@ -18,6 +18,7 @@ from nanollm.runtime.ranks import EngineDeadError, Ranks, failures_told, start_r
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
 _LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
+_SPIN_SECONDS = 0.02  # how long a rank on a GPU looks for the next plan before it sleeps; a few steps of decoding
 _BLAME_SECONDS = 2.0  # how long to look for the rank that failed first
 _STEPS = 2**31  # step numbers start again there: they are int32
 _CLOSED = "this engine was closed: make a new LLM"
@@ -195,7 +196,7 @@ class Follower:
 
     def _recv(self) -> tuple[Kind, bytearray]:
         """The next message of rank 0, however long that takes."""
-        message = self._link.recv()
+        message = self._link.recv(spin=_SPIN_SECONDS if self._ranks.device.type == "cuda" else 0.0)
         assert message is not None
         if message[0] is Kind.ERROR:
             raise EngineDeadError(message[1].decode())

@@ -24,6 +24,7 @@ from nanollm.distributed.all_reduce import Limits, PeerCollectives
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.all_reduce import BUFFERS, PeerMemory, empty_buffers
 from tests.conftest import random_prompt
+from tests.distributed import lockstep
 from tests.kernels import peers
 
 pytestmark = [
@@ -282,6 +283,29 @@ def check_against_nccl(tp: TPGroup) -> None:
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs 2 GPUs")
 def test_sums_are_those_of_nccl() -> None:
     on_gpus(min(NUM_GPUS, 8), check_against_nccl)
+
+
+def check_every_way(tp: TPGroup, path: str, expected: list[list[list[int]]]) -> None:
+    assert isinstance(tp.peers, PeerCollectives)
+    device = str(torch.device("cuda", torch.cuda.current_device()))
+    for limits in (Limits(2**62, 2**62), Limits(0, 2**62)):  # all in one shot, all in two
+        tp.peers.limits = limits
+        engine = lockstep.Engine(path, tp, device=device, enforce_eager=True)
+        with lockstep.hidden_states_compared(tp) as count:
+            assert engine.run(lockstep.GREEDY)[0] == expected[0]
+        assert count[0] > 0
+        engine = lockstep.Engine(path, tp, device=device)
+        assert engine.runner.captured
+        assert [engine.run(lockstep.GREEDY)[0], engine.run(lockstep.SEEDED)[0]] == expected
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_models_give_one_ranks_tokens_in_one_shot_and_two_eager_and_in_graphs(tiny: Any, size: int) -> None:
+    path = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4).path
+    alone = lockstep.Engine(path, TPGroup(), device=f"cuda:{torch.cuda.current_device()}")
+    expected = [alone.run(lockstep.GREEDY)[0], alone.run(lockstep.SEEDED)[0]]
+    del alone
+    on_gpus(size, check_every_way, path, expected)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
