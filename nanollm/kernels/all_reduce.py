@@ -17,8 +17,10 @@ the device, so graphs can be replayed between eager calls.
 
 All ranks run the same machine code, add in the order of ranks, and so get the same bits.
 
-The rules: all ranks make the same calls in the same order, on one stream each; a grid has at most num_programs
-programs, which fit on the GPU together, since one that has not started could be one that a peer waits for.
+The rules: all ranks make the same calls in the same order, on one stream each. A program that polls holds its place on
+the GPU, so a grid has no more programs than fit at once; they start in order and send before they wait, so the first
+that isn't done always goes on. Where ranks share a GPU in one process, load every kernel before the first poll: loading
+waits for what runs. Ranks of their own processes can't block each other so: what is polled for was sent, or will be.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,6 +46,7 @@ class PeerMemory:
     memory. Once it isn't zero, kernels stop waiting, and what they return is worthless.
     turns: int32 on the device: the buffer to use next, once for each program, always the same number.
     capacity: bytes of one buffer, a multiple of 16. num_programs: the most that one kernel may have.
+    share: how many ranks' kernels must fit on this GPU together.
     """
 
     rank: int
@@ -52,17 +55,22 @@ class PeerMemory:
     turns: Tensor
     capacity: int
     num_programs: int
+    share: int
+
+    def overlap(self) -> dict[str, bool]:
+        """Launch arguments. Kernels that were started early hold their places too, which another rank's may need."""
+        return overlap(self.addresses.device) if self.share == 1 else {"PDL": False}
 
     @staticmethod
     def of(
         rank: int, buffers: list[int], abort: Tensor, nbytes: int, device: torch.device, share: int = 1
     ) -> "PeerMemory":
-        """buffers: addresses of every rank's memory of `nbytes` bytes, emptied already, in this rank's address space.
-        share: how many ranks' kernels must fit on this GPU together."""
+        """buffers: addresses of every rank's memory of `nbytes` bytes, emptied already, in this rank's address space."""
         addresses = torch.tensor([*buffers, abort.data_ptr()], dtype=torch.int64, device=device)
-        num_programs = 2 * gpu(device).num_sms // share
+        # Two fit on a multiprocessor; with more ranks they need more registers.
+        num_programs = max((2 if len(buffers) == 2 else 1) * gpu(device).num_sms // share, 1)
         turns = torch.zeros(power_of_2(num_programs), dtype=torch.int32, device=device)
-        return PeerMemory(rank, len(buffers), addresses, turns, nbytes // BUFFERS // 16 * 16, num_programs)
+        return PeerMemory(rank, len(buffers), addresses, turns, nbytes // BUFFERS // 16 * 16, num_programs, share)
 
 
 def empty_buffers(memory: Tensor) -> None:
@@ -410,8 +418,8 @@ def peer_all_reduce(
             SENTINEL=SENTINEL[itemsize],
             WORDS=len(peers.turns),
             TILE=tile,
-            num_warps=min(max(tile // 512, 1), 16),
-            **overlap(x_TD.device),
+            num_warps=min(max(tile // 512, 1), 8),
+            **peers.overlap(),
         )
     return y_TD, sum_TD
 
@@ -439,6 +447,6 @@ def peer_best_of_ranks(value_S: Tensor, id_S: Tensor, peers: PeerMemory) -> Tens
             WORDS=len(peers.turns),
             TILE=_CHOICE_TILE,
             num_warps=2,
-            **overlap(value_S.device),
+            **peers.overlap(),
         )
     return out_S
