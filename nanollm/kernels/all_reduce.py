@@ -65,7 +65,7 @@ class PeerMemory:
     def of(
         rank: int, buffers: list[int], abort: Tensor, nbytes: int, device: torch.device, share: int = 1
     ) -> "PeerMemory":
-        """buffers: addresses of every rank's memory of `nbytes` bytes, emptied already, in this rank's address space."""
+        """buffers: addresses of every rank's memory of `nbytes` bytes, emptied already, as they are mapped here."""
         addresses = torch.tensor([*buffers, abort.data_ptr()], dtype=torch.int64, device=device)
         # Two fit on a multiprocessor; with more ranks they need more registers.
         num_programs = max((2 if len(buffers) == 2 else 1) * gpu(device).num_sms // share, 1)
