@@ -109,7 +109,7 @@ def connect_peers(
     found: PeerCollectives | None = None
     try:
         found = _map_memory(rank, size, device, group, share=uuids.count(uuids[rank]))
-    except (RuntimeError, AttributeError) as error:  # of a PyTorch that does it in another way
+    except (RuntimeError, AttributeError, TypeError) as error:  # of a PyTorch that does it in another way
         why = str(error).splitlines()[0]
     if any(failed for (failed,) in everyones(found is None)):
         return why or "another rank could not map its peers' memory"

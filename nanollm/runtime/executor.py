@@ -128,6 +128,7 @@ class Executor:
         except BaseException as error:
             if self.ranks.tp.size == 1:
                 raise
+            self.ranks.tp.abort_waits()  # whatever follows may have to wait for the GPU
             bad_argument = isinstance(error, ValueError) and self._runner is None  # or checkpoint: the user's to change
             if bad_argument:
                 self.ranks.failure = f"rank 0 failed: {error}"
@@ -218,6 +219,7 @@ class Follower:
             with failures_told(self._link):
                 yield
         except BaseException as error:
+            self._ranks.tp.abort_waits()
             self._ranks.failure = self._explain(error)
             self._end(self._ranks.failure)
             if loading or isinstance(error, EngineDeadError) or not isinstance(error, Exception):

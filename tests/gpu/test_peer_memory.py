@@ -58,7 +58,7 @@ class Streams:
         self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
         for stream in self.streams:  # so that no call has to ask the driver for memory while another rank polls
             with torch.cuda.stream(stream):
-                kept = [torch.empty(n, device=device) for n in (2**16, 2**16, 2**21, 2**21, 2**21)]
+                kept = [torch.empty(n, device=device) for n in (2**16,) * 6 + (2**21,) * 8]
                 del kept
         self._watchdog = threading.Timer(seconds, lambda: self.abort.fill_(1))
         self._watchdog.daemon = True
