@@ -244,11 +244,11 @@ def check_random_calls(tp: TPGroup, num_calls: int, num_replays: int) -> None:
     inputs.run(captured, tp.peers._peers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = [inputs.run(captured, tp.peers._peers) for _ in range(5)]
+        replayed = [inputs.run(captured, tp.peers._peers) for _ in range(5)]
     for _ in range(num_replays):
         graph.replay()
-    for out in outputs:
-        inputs.check(captured, out)
+    for found in replayed:
+        inputs.check(captured, found)
     torch.cuda.synchronize()
     tp.all_gather(torch.zeros(1, device="cuda"))  # all have ended
     assert all(peers.is_empty(group._kept[0]) for group in (tp.peers, inner.peers))
