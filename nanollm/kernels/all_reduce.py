@@ -45,7 +45,8 @@ class PeerMemory:
     addresses: int64 [size + 1] on the device: where each rank's buffers are, then the abort word, an int32 in host
     memory. Once it isn't zero, kernels stop waiting, and what they return is worthless.
     turns: int32 on the device: the buffer to use next, once for each program, always the same number.
-    capacity: bytes of one buffer, a multiple of 16. num_programs: the most that one kernel may have.
+    capacity: bytes of one buffer, a multiple of 16.
+    num_programs: the most that a kernel may have, one on each multiprocessor; twice as many where two fit.
     share: how many ranks' kernels must fit on this GPU together.
     """
 
@@ -67,9 +68,8 @@ class PeerMemory:
     ) -> "PeerMemory":
         """buffers: addresses of every rank's memory of `nbytes` bytes, emptied already, as they are mapped here."""
         addresses = torch.tensor([*buffers, abort.data_ptr()], dtype=torch.int64, device=device)
-        # Two fit on a multiprocessor; with more ranks they need more registers.
-        num_programs = max((2 if len(buffers) == 2 else 1) * gpu(device).num_sms // share, 1)
-        turns = torch.zeros(power_of_2(num_programs), dtype=torch.int32, device=device)
+        num_programs = max(gpu(device).num_sms // share, 1)
+        turns = torch.zeros(power_of_2(2 * num_programs), dtype=torch.int32, device=device)
         return PeerMemory(rank, len(buffers), addresses, turns, nbytes // BUFFERS // 16 * 16, num_programs, share)
 
 
@@ -154,12 +154,9 @@ def _next_turn(turns, turn, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    y_TD, sum_TD, residual_TD, weight, start, total, column, inside, size, eps, ADD: tl.constexpr, NORM: tl.constexpr
-):
+def _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM: tl.constexpr):
     """Add the residual, store the sum, and store its norm."""
-    if ADD:
-        total += tl.load(residual_TD + start + column, mask=inside, other=0.0).to(tl.float32)
+    total += residual.to(tl.float32)
     tl.store(sum_TD + start + column, total.to(sum_TD.dtype.element_ty), mask=inside)
     if NORM:
         scale = tl.rsqrt(tl.sum(total * total) / size + eps)
@@ -215,6 +212,7 @@ def _one_shot_kernel(
     for row in range(first, num_rows, step):
         start = row * stride
         own = _sendable(tl.load(x_TD + start + column, mask=inside, other=0.0), LANE, SENTINEL)
+        residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)  # while the peers' is on its way
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
             if peer == rank:
@@ -224,7 +222,7 @@ def _one_shot_kernel(
                     mine + buffer + peer * slot, start + column, inside, base[SIZE], LANE, SENTINEL
                 )  # fmt: skip
             total += bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
-        _finish(y_TD, sum_TD, residual_TD, weight, start, total, column, inside, size, eps, ADD, NORM)
+        _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
@@ -282,6 +280,7 @@ def _two_shot_kernel(
         there = inside & (row < num_rows)
         in_slot = group * stride + column
         own = _sendable(tl.load(x_TD + start + column, mask=there, other=0.0), LANE, SENTINEL)
+        residual = tl.load(residual_TD + start + column, mask=there & ADD, other=0.0)
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
             if peer == rank:
@@ -295,17 +294,18 @@ def _two_shot_kernel(
                 _send(base[peer] + buffer + SIZE * slot, start + column, rounded, there)
         if row < num_rows:
             total = rounded.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
-            _finish(y_TD, sum_TD, residual_TD, weight, start, total, column, there, size, eps, ADD, NORM)
+            _finish(y_TD, sum_TD, residual, weight, start, total, column, there, size, eps, NORM)
     for group in range(first, num_groups, step):
         for owner in tl.static_range(SIZE):
             row = group * SIZE + owner
             if (owner != rank) & (row < num_rows):
                 start = row * stride
+                residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)
                 bits = _receive(
                     mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL
                 )  # fmt: skip
                 total = bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
-                _finish(y_TD, sum_TD, residual_TD, weight, start, total, column, inside, size, eps, ADD, NORM)
+                _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"], do_not_specialize_on_alignment=["out_S", "value_S", "id_S"])
@@ -393,11 +393,12 @@ def peer_all_reduce(
     kernel = _two_shot_kernel if two_shot else _one_shot_kernel
     tile = power_of_2(size)
     most = rows_that_fit(peers, size * itemsize, two_shot=two_shot)
+    programs = peers.num_programs * (2 if peers.size == 2 and tile <= 4096 else 1)  # by their registers
     for start in range(0, num_tokens, most):
         piece = slice(start, start + most)
         num_rows = min(most, num_tokens - start)
         in_slot = -(-num_rows // peers.size) if two_shot else num_rows  # rows, and a program's turns
-        kernel[(min(in_slot, peers.num_programs),)](
+        kernel[(min(in_slot, programs),)](
             y_TD[piece],
             sum_TD[piece],
             x_TD[piece],
