@@ -162,8 +162,7 @@ def test_all_reduce_and_choice_among_ranks_that_are_processes(num_ranks: int, nu
 def test_an_abort_ends_the_wait_for_a_peer_that_is_gone(two_shot: bool) -> None:
     memory, gone = torch.empty(2, 3 * 4096, dtype=torch.uint8)
     empty_buffers(memory)
-    alone = PeerMemory.of(
-        0, [memory.data_ptr(), gone.data_ptr()], torch.ones(1, dtype=torch.int32), 3 * 4096, memory.device
-    )
+    aborted = torch.ones(1, dtype=torch.int32)
+    alone = PeerMemory.of(0, [memory.data_ptr(), gone.data_ptr()], aborted, 3 * 4096, memory.device)
     peer_all_reduce(torch.ones(3, 16), None, None, 0.0, alone, two_shot=two_shot)
     peer_best_of_ranks(torch.ones(3), torch.ones(3, dtype=torch.long), alone)
