@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from nanollm.cli import default_model
 from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
+from nanollm.distributed import tp_group
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.engine.scheduler import Scheduler
@@ -45,7 +46,8 @@ ANSWER = " Jupiter"
 MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS, NUM_ROWS = 4096, 16, 8, 4
 META = torch.device("meta")
 KERNELS = {
-    hidden: ["rms_norm", "add_rms_norm"],
+    hidden: ["rms_norm"],
+    tp_group: ["rms_norm", "add_rms_norm"],
     attention: ["qkv_to_cache", "paged_attention"],
     linear: ["silu_mul"],
     sampler: ["best_candidate"],

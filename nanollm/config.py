@@ -237,6 +237,7 @@ class EngineConfig:
         slow), or "auto": of triton and flash the faster for this GPU.
     long_prefill_token_threshold: most tokens of one prompt in one step; 0 is no limit.
     tensor_parallel_size: ranks (GPUs, or processes on the CPU) that share the model.
+    disable_custom_all_reduce: use NCCL only, instead of our kernels that go through the peers' memory.
     step_timeout: seconds after which a rank that doesn't answer is taken for dead.
     """
 
@@ -259,6 +260,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     long_prefill_token_threshold: int = 0
     tensor_parallel_size: int = 1
+    disable_custom_all_reduce: bool = False
     step_timeout: float = 300.0
     revision: str | None = None
     hf_overrides: dict[str, Any] = field(default_factory=dict)
@@ -311,7 +313,7 @@ class EngineConfig:
             raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the KV cache size: give one of them")
         self.gpu_memory_utilization = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         self.step_timeout = check_float("step_timeout", self.step_timeout, 0.1, 1e6)
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "enforce_eager", "disable_custom_all_reduce", "skip_tokenizer_init"):
             check_bool(name, getattr(self, name))
         if self.overlap is not None:
             check_bool("overlap", self.overlap)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nanollm.distributed.tp_group import TPGroup
@@ -30,9 +29,4 @@ def sample(logits_r: Tensor, batch: SamplingBatch, first_id: int, tp: TPGroup) -
     value_S, id_S = best_candidate(
         logits_r, batch.temperature_S, batch.seed_S, batch.choice_S, batch.position_S, first_id
     )
-    if tp.size == 1:
-        return id_S
-    # float64 holds both exactly, so one message carries the pair.
-    candidates_R2S = tp.all_gather(torch.stack((value_S.double(), id_S.double())))
-    winner_S = candidates_R2S[:, 0].argmax(0, keepdim=True)  # of equals the first rank's, so the lowest id
-    return candidates_R2S[:, 1].gather(0, winner_S)[0].long()
+    return tp.best_of_ranks(value_S, id_S)

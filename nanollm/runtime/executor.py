@@ -18,6 +18,7 @@ from nanollm.runtime.ranks import EngineDeadError, Ranks, failures_told, start_r
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
 _LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
+_SPIN_SECONDS = 0.02  # how long a rank on a GPU looks for the next plan before it sleeps; a few steps of decoding
 _BLAME_SECONDS = 2.0  # how long to look for the rank that failed first
 _STEPS = 2**31  # step numbers start again there: they are int32
 _CLOSED = "this engine was closed: make a new LLM"
@@ -127,6 +128,7 @@ class Executor:
         except BaseException as error:
             if self.ranks.tp.size == 1:
                 raise
+            self.ranks.tp.abort_waits()  # whatever follows may have to wait for the GPU
             bad_argument = isinstance(error, ValueError) and self._runner is None  # or checkpoint: the user's to change
             if bad_argument:
                 self.ranks.failure = f"rank 0 failed: {error}"
@@ -195,7 +197,7 @@ class Follower:
 
     def _recv(self) -> tuple[Kind, bytearray]:
         """The next message of rank 0, however long that takes."""
-        message = self._link.recv()
+        message = self._link.recv(spin=_SPIN_SECONDS if self._ranks.device.type == "cuda" else 0.0)
         assert message is not None
         if message[0] is Kind.ERROR:
             raise EngineDeadError(message[1].decode())
@@ -217,6 +219,7 @@ class Follower:
             with failures_told(self._link):
                 yield
         except BaseException as error:
+            self._ranks.tp.abort_waits()
             self._ranks.failure = self._explain(error)
             self._end(self._ranks.failure)
             if loading or isinstance(error, EngineDeadError) or not isinstance(error, Exception):

@@ -112,7 +112,7 @@ class ModelRunner:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             cache_bytes = self._profile(num_rows, check)
-            sharing = 1 if tp.capturable else tp.size  # over gloo ranks share a GPU, in tests
+            sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share a GPU, in tests
             available = available_gpu_bytes(config, device, sharing) + cache_bytes - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
@@ -172,8 +172,8 @@ class ModelRunner:
         tokens = self.num_kv_blocks * self.block_size
         attention = self.attention_backend
         return (
-            f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, tensor "
-            f"parallel {self.tp.size}; {attention.name} attention ({attention.why}); {graphs}; KV cache "
+            f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, "
+            f"{self.tp.describe()}; {attention.name} attention ({attention.why}); {graphs}; KV cache "
             f"{tokens} tokens, {tokens / self.max_model_len:.1f} sequences of max_model_len {self.max_model_len}"
         )
 
