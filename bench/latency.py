@@ -1,6 +1,6 @@
 """Time to the first token (TTFT) and per output token (TPOT) for each batch size, against the floor of the hardware.
 
-    python bench/latency.py --model qwen3-0.6b --batch 1 32 256 --prompt-len 512 --json latency.json --png latency.png
+    python bench/latency.py --model qwen3-0.6b qwen3-8b --batch 1 32 256 --prompt-len 512 --png latency.png
 
 Every request arrives at once on an idle engine, with a prompt of its own, so no prefix is cached. TTFT is the time that
 `generate` takes for one token, TPOT the rest of the time for --output-len tokens over the tokens that follow the first;
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from floor import ModelCost, Rates, device_rates
@@ -31,7 +32,9 @@ REPLAYS = 50
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
+    parser.add_argument(
+        "--model", nargs="+", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)"
+    )
     parser.add_argument("--tp", type=int, default=1, help="number of ranks (default: %(default)s)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--prompt-len", type=int, default=512)
@@ -43,7 +46,18 @@ def main() -> None:
     if min(*args.batch, args.prompt_len, args.repeats) < 1 or args.output_len < 2:
         parser.error("--batch, --prompt-len and --repeats must be at least 1, --output-len at least 2")
     device = resolve_device("auto")
-    model = args.model or ("qwen3-0.6b" if device.type == "cuda" else default_model())
+    models = args.model or ["qwen3-0.6b" if device.type == "cuda" else default_model()]
+    results = [measure_model(model, device, args) for model in models]
+    if args.json:
+        settings = {"tensor_parallel_size": args.tp, "prompt_len": args.prompt_len, "output_len": args.output_len}
+        versions = {"nanollm": __version__, "torch": torch.__version__}
+        args.json.write_text(json.dumps(settings | {"versions": versions, "models": results}, indent=2) + "\n")
+    if args.png:
+        draw(args.png, results, f"tp {args.tp}, prompts of {args.prompt_len} tokens")
+
+
+def measure_model(model: str, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Print a table; returns its rows."""
     with LLM(
         model,
         load_format="dummy" if model.lower() in NAMED_SHAPES else "auto",
@@ -55,19 +69,15 @@ def main() -> None:
         dtype = resolve_dtype(llm.config.dtype, llm.model_config, device)
         rows = [measure(llm, batch, args) for batch in tqdm(args.batch, desc="batch sizes", dynamic_ncols=True)]
     add_floors(rows, ModelCost.of(llm.model_config, dtype.itemsize), device_rates(device, dtype), args)
-    print(f"{Path(model).name}, {str(dtype).removeprefix('torch.')}, tp {args.tp}, prompts of {args.prompt_len} tokens")
+    name = Path(model).name
+    print(f"{name}, {str(dtype).removeprefix('torch.')}, tp {args.tp}, prompts of {args.prompt_len} tokens")
     print(f"{'batch':>5} {'TTFT ms':>9} {'of floor':>9} {'TPOT ms':>9} {'floor ms':>9} {'of floor':>9} {'GPU idle':>9}")
     for row in rows:
         print(
             f"{row['batch']:5} {row['ttft_ms']:9.2f} {row['ttft_achieved']:9.1%} {row['tpot_ms']:9.3f} "
             f"{row['tpot_floor_ms']:9.3f} {row['tpot_achieved']:9.1%} {row.get('gpu_idle', float('nan')):9.1%}"
         )
-    if args.json:
-        settings = {"model": model, "tensor_parallel_size": args.tp, "prompt_len": args.prompt_len}
-        versions = {"nanollm": __version__, "torch": torch.__version__}
-        args.json.write_text(json.dumps(settings | {"versions": versions, "rows": rows}, indent=2) + "\n")
-    if args.png:
-        draw(args.png, rows, f"{Path(model).name}, tp {args.tp}, prompts of {args.prompt_len} tokens")
+    return {"model": name, "rows": rows}
 
 
 def measure(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
@@ -121,16 +131,18 @@ def add_floors(rows: list[dict[str, float]], cost: ModelCost, rates: Rates, args
         row |= {"tpot_floor_ms": tpot, "tpot_achieved": tpot / row["tpot_ms"]}
 
 
-def draw(path: Path, rows: list[dict[str, float]], title: str) -> None:
-    """TPOT over batch size, ours and the floor's."""
+def draw(path: Path, results: list[dict[str, Any]], title: str) -> None:
+    """TPOT over batch size, ours and the floors'."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for label, key, style in (("floor", "tpot_floor_ms", "--"), ("nanollm", "tpot_ms", "o-")):
-        axes.plot([row["batch"] for row in rows], [row[key] for row in rows], style, label=label)
+    for color, result in enumerate(results):
+        batches = [row["batch"] for row in result["rows"]]
+        for label, key, style in ((result["model"], "tpot_ms", "o-"), ("its floor", "tpot_floor_ms", "--")):
+            axes.plot(batches, [row[key] for row in result["rows"]], style, color=f"C{color}", label=label)
     axes.set(xlabel="batch size", ylabel="ms per output token", title=title, xscale="log", yscale="log")
     axes.legend()
     figure.savefig(path, dpi=120)

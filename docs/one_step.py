@@ -19,6 +19,7 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 
 from nanollm.cli import default_model
 from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
+from nanollm.distributed import tp_group
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.engine.scheduler import Scheduler
@@ -48,7 +49,8 @@ META = torch.device("meta")
 for tensors in (RowLogits, SamplerState):
     register_dataclass(tensors)
 KERNELS = {
-    hidden: ["rms_norm", "add_rms_norm"],
+    hidden: ["rms_norm"],
+    tp_group: ["rms_norm", "add_rms_norm"],
     attention: ["qkv_to_cache", "paged_attention"],
     linear: ["silu_mul"],
     sampler: ["tile_stats", "threshold", "draw"],

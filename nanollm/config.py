@@ -242,6 +242,7 @@ class EngineConfig:
     logprobs_mode: what logprobs are of: "raw_logprobs", the model's own distribution; "processed_logprobs", the one
         that is drawn from; "raw_logits" and "processed_logits", logits instead. Of prompt tokens they are always raw.
     generation_config: "auto" takes defaults from the model's generation_config.json, "vllm" does not.
+    disable_custom_all_reduce: use NCCL only, instead of our kernels that go through the peers' memory.
     step_timeout: seconds after which a rank that doesn't answer is taken for dead.
     """
 
@@ -267,6 +268,7 @@ class EngineConfig:
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     generation_config: str = "auto"
+    disable_custom_all_reduce: bool = False
     step_timeout: float = 300.0
     revision: str | None = None
     hf_overrides: dict[str, Any] = field(default_factory=dict)
@@ -322,7 +324,7 @@ class EngineConfig:
             raise ValueError("num_kv_blocks and kv_cache_memory_bytes both set the KV cache size: give one of them")
         self.gpu_memory_utilization = check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         self.step_timeout = check_float("step_timeout", self.step_timeout, 0.1, 1e6)
-        for name in ("enable_prefix_caching", "enforce_eager", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "enforce_eager", "disable_custom_all_reduce", "skip_tokenizer_init"):
             check_bool(name, getattr(self, name))
         if self.overlap is not None:
             check_bool("overlap", self.overlap)

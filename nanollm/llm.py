@@ -195,6 +195,17 @@ class LLM:
             logits[index] = torch.cat(output.logits)
         return [logits[index] for index in range(len(requests))]
 
+    def apply_model(self, function: "Callable[[torch.nn.Module], Any]") -> list[Any]:
+        """Call the function with the model, on every rank; returns what each returned, in order of rank.
+
+        It must be at the top level of a module, since other ranks import it, and what it returns there must have a form
+        in JSON. With several ranks an exception in it ends the engine. Between steps, never while one is launched.
+        """
+        if not isinstance(self._executor, Executor):
+            raise RuntimeError("apply_model works on rank 0 only")
+        with self._exclusive():
+            return self._executor.apply_model(function)
+
     def get_stats(self) -> EngineStats:
         """Running and waiting requests, free and total KV blocks, prefix-cache hits, preemptions, tokens in and out."""
         with self._lock:

@@ -1,8 +1,10 @@
 """Every sampling setting through the whole engine, on tiny models, against transformers and arithmetic."""
 
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import transformers
 from nanollm import LLM, SamplingParams
 from tests.conftest import VOCAB_SIZE, TinyModel, random_prompt
 
+README = Path(__file__).parents[1] / "README.md"
 FREE = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 EVERYTHING = SamplingParams(
     temperature=1.2,
@@ -411,3 +414,26 @@ def test_defaults_come_from_generation_config_unless_switched_off(tiny: Any, tmp
     (tmp_path / "generation_config.json").write_text(config.to_json_string())
     with model.llm() as llm, pytest.raises(ValueError, match=r"generation_config\.json: top_p"):
         generate(llm, [5, 6, 7], None)  # type: ignore[arg-type]
+
+
+def test_the_readme_lists_every_parameter_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", README.read_text(), re.MULTILINE)
+    defaults = {field.name: repr(getattr(SamplingParams(), field.name)) for field in fields(SamplingParams)}
+    assert dict(rows) == defaults
+
+
+# Access to the model
+
+
+def shape_of_the_head(model: Any) -> list[int]:
+    return list(model.lm_head.weight.shape)
+
+
+def test_a_function_is_applied_to_the_model_of_every_rank(model: TinyModel, llm: LLM) -> None:
+    assert llm.apply_model(shape_of_the_head) == [[384, 64]]
+    with pytest.raises(ValueError, match="must be importable"):
+        llm.apply_model(lambda model: None)
+    with model.llm(tensor_parallel_size=2) as two:
+        two.generate([[1, 2, 3]], FREE, use_tqdm=False)
+        assert two.apply_model(shape_of_the_head) == [[256, 64]] * 2
+        assert tokens(two, [1, 2, 3], FREE) == tokens(llm, [1, 2, 3], FREE)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanollm.kernels.rms_norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,4 @@ class Hidden:
         if self.pending_TD is None:
             assert self.residual_TD is not None
             return rms_norm(self.residual_TD, self.norm_weight_D, self.norm_eps), self.residual_TD
-        x_TD = tp.all_reduce(self.pending_TD)
-        if self.residual_TD is None:
-            return rms_norm(x_TD, self.norm_weight_D, self.norm_eps), x_TD
-        return add_rms_norm(x_TD, self.residual_TD, self.norm_weight_D, self.norm_eps)
+        return tp.all_reduce_norm(self.pending_TD, self.residual_TD, self.norm_weight_D, self.norm_eps)

@@ -79,7 +79,7 @@ class Sampler:
             _, id_S = draw(whole, *whole_stats, limit_S)
         else:
             limit_S = threshold(rows, *stats) if self.tp.size == 1 else self._merged_threshold(rows, filters)
-            id_S = self._winner(*draw(rows, *stats, limit_S))
+            id_S = self.tp.best_of_ranks(*draw(rows, *stats, limit_S))
         wanted = None
         if logprobs is not None:
             index_L, num_top = logprobs
@@ -105,20 +105,12 @@ class Sampler:
             [1, 1, size, size], -1
         )
         own_L1 = own_RL1.amax(0)
-        rank_L1 = self.tp.all_reduce((x_LV >= own_L1).sum(-1, keepdim=True))
+        rank_L1 = self.tp.all_gather((x_LV >= own_L1).sum(-1, keepdim=True)).sum(0)
         top_LK, order_LK = top_RLK.transpose(0, 1).flatten(1).sort(stable=True, dim=-1, descending=True)
         id_LK = id_RLK.transpose(0, 1).flatten(1).gather(1, order_LK)
         shift_L1 = sum_RL1.logsumexp(0) if self._mode.endswith("logprobs") else 0.0
         values = [own_L1 - shift_L1, rank_L1.double(), (top_LK - shift_L1)[:, :num_top], id_LK[:, :num_top]]
         return torch.cat(values, 1)
-
-    def _winner(self, value_S: Tensor, id_S: Tensor) -> Tensor:
-        if self.tp.size == 1:
-            return id_S
-        # float64 holds both exactly, so one message carries the pair.
-        candidates_R2S = self.tp.all_gather(torch.stack((value_S, id_S.double())))
-        winner_S = candidates_R2S[:, 0].argmax(0, keepdim=True)  # of equals the first rank's, so the lowest id
-        return candidates_R2S[:, 1].gather(0, winner_S)[0].long()
 
     def _merged_threshold(self, rows: RowLogits, filters: Filters) -> Tensor:
         """kernels.threshold of the whole vocabulary, from every rank's largest logits."""

@@ -5,13 +5,13 @@ shows as end-of-file, and nothing has a name that a crash could leave behind.
 """
 
 import hmac
-import os
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 
@@ -32,6 +32,7 @@ class Kind(IntEnum):
     OUTPUTS = 4  # rank 0, torchrun: the packed EngineOutputs of a step
     CLOSE = 5  # rank 0: leave; follower, torchrun: this rank makes no more calls
     ERROR = 6  # UTF-8 text; follower: time of its failure and traceback; rank 0: which rank failed and why
+    APPLY = 7  # rank 0: name of a function to call with the model; follower: what it returned, as JSON
 
 
 class LinkClosedError(Exception):
@@ -44,6 +45,8 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._received = bytearray()
+        self._closed = False
+        self._watcher: threading.Thread | None = None
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -62,9 +65,14 @@ class Link:
             except OSError as error:
                 raise LinkClosedError(str(error)) from error
 
-    def recv(self, timeout: float | None = None) -> tuple[Kind, bytearray] | None:
-        """The next message; None after `timeout` seconds without a whole one. LinkClosedError at the end."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def recv(self, timeout: float | None = None, spin: float = 0.0) -> tuple[Kind, bytearray] | None:
+        """The next message; None after `timeout` seconds without a whole one. LinkClosedError at the end.
+
+        spin: seconds to look again and again before sleeping, since waking up takes longer than a small message.
+        """
+        start = time.monotonic()
+        deadline = None if timeout is None else start + timeout
+        sleep_from = start + (spin if timeout is None else min(spin, timeout))
         while True:
             if len(self._received) >= _HEADER.size:
                 magic, kind, size = _HEADER.unpack_from(self._received)
@@ -76,8 +84,10 @@ class Link:
                     del self._received[:end]
                     return Kind(kind), payload
             try:
-                data = self._socket.recv(1 << 20)
+                data = self._socket.recv(1 << 16)
             except BlockingIOError:
+                if time.monotonic() < sleep_from:
+                    continue
                 if not self._poll(select.POLLIN, None if deadline is None else deadline - time.monotonic()):
                     return None
                 continue
@@ -92,16 +102,25 @@ class Link:
         self._poll(select.POLLIN, timeout)
 
     def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread of on_hangup
         self._socket.close()
+        if self._watcher is not None:
+            self._watcher.join(1.0)
+            self._watcher = None
 
-    def exit_on_hangup(self) -> None:
-        """End this process when the other side is gone, whatever the main thread is doing then."""
+    def on_hangup(self, action: Callable[[], None]) -> None:
+        """Call `action`, in a thread, when the other side is gone, whatever the main thread is doing then."""
 
         def watch() -> None:
-            self._poll(getattr(select, "POLLRDHUP", 0), None)
-            os._exit(1)
+            with suppress(ValueError):  # closed already
+                self._poll(getattr(select, "POLLRDHUP", 0), None)
+            if not self._closed:
+                action()
 
-        threading.Thread(target=watch, daemon=True, name="nanollm-hangup").start()
+        self._watcher = threading.Thread(target=watch, daemon=True, name="nanollm-hangup")
+        self._watcher.start()
 
     def _poll(self, event: int, timeout: float | None) -> bool:
         """Wait for an event or a hangup; False after `timeout` seconds. select() fails where many files are open."""

@@ -2,10 +2,13 @@
 
 import contextlib
 import hashlib
+import importlib
+import json
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ from nanollm.runtime.ranks import EngineDeadError, Ranks, failures_told, start_r
 from nanollm.runtime.step_plan import StepPlan, StepResult
 
 _LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
+_SPIN_SECONDS = 0.02  # how long a rank on a GPU looks for the next plan before it sleeps; a few steps of decoding
 _BLAME_SECONDS = 2.0  # how long to look for the rank that failed first
 _STEPS = 2**31  # step numbers start again there: they are int32
 _CLOSED = "this engine was closed: make a new LLM"
@@ -98,6 +102,18 @@ class Executor:
             with self._ends_all_ranks():
                 self.ranks.send(Kind.OUTPUTS, packed, self._step_timeout)
 
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call the function with the model, on every rank; what each returned, in order of rank."""
+        name = importable_name(function)
+        runner = self.runner
+        with self._ends_all_ranks():
+            self.ranks.send(Kind.APPLY, name.encode())
+            with torch.inference_mode():
+                results = [function(runner.model)]
+            for rank in range(1, self.ranks.tp.size):
+                results.append(json.loads(self.ranks.receive(rank, Kind.APPLY, self._step_timeout)))
+        return results
+
     def close(self) -> None:
         """End all ranks and free the model and the cache; twice is fine."""
         self._end(_CLOSED)
@@ -127,6 +143,7 @@ class Executor:
         except BaseException as error:
             if self.ranks.tp.size == 1:
                 raise
+            self.ranks.tp.abort_waits()  # whatever follows may have to wait for the GPU
             bad_argument = isinstance(error, ValueError) and self._runner is None  # or checkpoint: the user's to change
             if bad_argument:
                 self.ranks.failure = f"rank 0 failed: {error}"
@@ -176,9 +193,14 @@ class Follower:
         with self._ends_this_rank():
             while True:
                 kind, payload = self._recv()
+                assert self._runner is not None
+                if kind is Kind.APPLY:
+                    with torch.inference_mode():
+                        result = import_by_name(payload.decode())(self._runner.model)
+                    self._link.send(Kind.APPLY, json.dumps(result).encode())
+                    continue
                 if kind is not Kind.PLAN:
                     return kind, payload
-                assert self._runner is not None
                 plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._next_step)
                 self._next_step = (self._next_step + 1) % _STEPS
                 self._pending.append(self._runner.launch(plan))
@@ -195,7 +217,7 @@ class Follower:
 
     def _recv(self) -> tuple[Kind, bytearray]:
         """The next message of rank 0, however long that takes."""
-        message = self._link.recv()
+        message = self._link.recv(spin=_SPIN_SECONDS if self._ranks.device.type == "cuda" else 0.0)
         assert message is not None
         if message[0] is Kind.ERROR:
             raise EngineDeadError(message[1].decode())
@@ -217,6 +239,7 @@ class Follower:
             with failures_told(self._link):
                 yield
         except BaseException as error:
+            self._ranks.tp.abort_waits()
             self._ranks.failure = self._explain(error)
             self._end(self._ranks.failure)
             if loading or isinstance(error, EngineDeadError) or not isinstance(error, Exception):
@@ -241,6 +264,27 @@ def fingerprint(config: EngineConfig, runner: ModelRunner) -> list[int]:
     settings = {name: value for name, value in asdict(config).items() if name not in ("device", "tokenizer")}
     text = repr((sorted(settings.items()), runner.model_config, runner.dtype, runner.max_model_len))
     return np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], np.int32).tolist()
+
+
+def importable_name(function: Callable[..., Any]) -> str:
+    """module:qualname; ValueError if that doesn't lead back to the function, as for a lambda."""
+    name = f"{getattr(function, '__module__', None)}:{getattr(function, '__qualname__', None)}"
+    try:
+        found = import_by_name(name)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not function:
+        raise ValueError(f"the function must be importable, at the top level of a module; {function!r} is not")
+    return name
+
+
+def import_by_name(name: str) -> Callable[..., Any]:
+    """The function of this importable_name."""
+    module, _, qualname = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def _close(ranks: Ranks) -> None:

@@ -122,9 +122,9 @@ class ModelRunner:
         available = CPU_CACHE_BYTES
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self._profile(num_rows, check)
-            sharing = 1 if tp.capturable else tp.size  # over gloo ranks share a GPU, in tests
-            available = available_gpu_bytes(config, device, sharing) - self._graph_bytes()
+            cache_bytes = self._profile(num_rows, check)
+            sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share a GPU, in tests
+            available = available_gpu_bytes(config, device, sharing) + cache_bytes - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
 
@@ -136,14 +136,18 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the KV cache of `num_blocks` blocks and give it to the attention layers."""
         self.num_kv_blocks = num_blocks
+        bind_kv_cache(self.model, torch.empty(self.model_config.num_layers, 2, 0))  # the profile's is given back
         cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
         bind_kv_cache(self.model, cache)
         if self.captured:
             with torch.inference_mode():
                 self.capture_seconds = self.decode.capture(self.captured)
 
-    def _profile(self, num_rows: int, check: Callable[[], None]) -> None:
-        """Run the largest step there can be on a small cache, so that memory statistics know its peak."""
+    def _profile(self, num_rows: int, check: Callable[[], None]) -> int:
+        """Run the largest step there can be on a small cache, so that memory statistics know its peak.
+
+        Returns the bytes of that cache, which the real one replaces.
+        """
         config = self._config
         length = min(config.max_num_batched_tokens, self.max_model_len)
         num_rows = min(max(config.max_num_batched_tokens // length, 1), num_rows)
@@ -172,6 +176,7 @@ class ModelRunner:
             targets=EMPTY,
         )
         self.launch(plan).wait(config.step_timeout, check)
+        return cache.nbytes
 
     def describe(self) -> str:
         """One line for the log: what runs, how, and how much fits."""
@@ -181,8 +186,8 @@ class ModelRunner:
         tokens = self.num_kv_blocks * self.block_size
         attention = self.attention_backend
         return (
-            f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, tensor "
-            f"parallel {self.tp.size}; {attention.name} attention ({attention.why}); {graphs}; KV cache "
+            f"{self.model_config.architecture}, {str(self.dtype).removeprefix('torch.')} on {self.device.type}, "
+            f"{self.tp.describe()}; {attention.name} attention ({attention.why}); {graphs}; KV cache "
             f"{tokens} tokens, {tokens / self.max_model_len:.1f} sequences of max_model_len {self.max_model_len}"
         )
 

@@ -233,6 +233,11 @@ def _rank_device(device: torch.device, local_rank: int) -> tuple[torch.device, s
     return device, "gloo" if os.environ.get(_SHARE_GPU) else "nccl"
 
 
+def _join(rank: int, device: torch.device, backend: str, config: EngineConfig, store: str | None = None) -> TPGroup:
+    size, peer_memory = config.tensor_parallel_size, not config.disable_custom_all_reduce
+    return TPGroup.join(rank, size, device, backend, config.step_timeout, store, peer_memory)
+
+
 def _share_cores(size: int) -> int:
     """Give each of `size` ranks on this host its share of the cores; returns the number of threads before."""
     before = torch.get_num_threads()
@@ -254,7 +259,7 @@ def _start_processes(config: EngineConfig, source: ModelSource, device: torch.de
         with tempfile.TemporaryDirectory(prefix="nanollm-") as directory:
             store = str(Path(directory) / "store")
             ranks.send(Kind.START, store.encode())
-            ranks.tp = _join_while_checking(ranks, backend, config.step_timeout, store)
+            ranks.tp = _join_while_checking(ranks, backend, config, store)
             for rank in range(1, size):  # only then may the store go
                 ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
     except BaseException as error:
@@ -283,13 +288,13 @@ def _start_worker(ranks: Ranks, rank: int, config: EngineConfig, source: ModelSo
         theirs.close()
 
 
-def _join_while_checking(ranks: Ranks, backend: str, timeout: float, store: str) -> TPGroup:
+def _join_while_checking(ranks: Ranks, backend: str, config: EngineConfig, store: str) -> TPGroup:
     """TPGroup.join in a thread of its own, since it hears neither Ctrl-C nor that another rank has failed."""
     joined: concurrent.futures.Future[TPGroup] = concurrent.futures.Future()
 
     def join() -> None:
         try:
-            tp = TPGroup.join(0, ranks.tp.size, ranks.device, backend, timeout, store)
+            tp = _join(0, ranks.device, backend, config, store)
         except BaseException as error:
             if not joined.cancelled():
                 joined.set_exception(error)
@@ -308,6 +313,8 @@ def _join_while_checking(ranks: Ranks, backend: str, timeout: float, store: str)
         raise
     tp = joined.result()
     tp.check = ranks.check
+    for link in ranks.links:
+        link.on_hangup(tp.abort_waits)  # this thread may be waiting for room in the GPU's queue
     return tp
 
 
@@ -316,7 +323,7 @@ def _worker(rank: int, config: EngineConfig, source: ModelSource, device_type: s
     from nanollm.runtime.executor import Follower
 
     link = Link(connection)
-    link.exit_on_hangup()
+    link.on_hangup(lambda: os._exit(1))
     code = 1
     try:
         with failures_told(link):
@@ -326,9 +333,7 @@ def _worker(rank: int, config: EngineConfig, source: ModelSource, device_type: s
             link.send(Kind.READY)
             message = link.recv()
             assert message is not None and message[0] is Kind.START
-            tp = TPGroup.join(
-                rank, config.tensor_parallel_size, device, backend, config.step_timeout, message[1].decode()
-            )
+            tp = _join(rank, device, backend, config, message[1].decode())
             link.send(Kind.READY)
         Follower(config, source, Ranks(tp, device), link).serve()
         code = 0
@@ -365,6 +370,8 @@ def _join_torchrun(config: EngineConfig, device: torch.device) -> Ranks:
         listener.close()
     ranks.links = [links[rank] for rank in sorted(links)]
     ranks.tp.check = ranks.check
+    for link in ranks.links:
+        link.on_hangup(ranks.tp.abort_waits)
     return ranks
 
 
@@ -374,17 +381,18 @@ def follow_torchrun(config: EngineConfig, device: torch.device) -> tuple[Ranks, 
     words = ranks.tp.broadcast(torch.zeros(9, dtype=torch.int32, device=ranks.device)).cpu().numpy()
     data = words.tobytes()
     port, token = int.from_bytes(data[:4], "little"), data[4:]
-    return ranks, connect(_torchrun_address(), port, token, ranks.tp.rank, _JOIN_TIMEOUT)
+    link = connect(_torchrun_address(), port, token, ranks.tp.rank, _JOIN_TIMEOUT)
+    link.on_hangup(ranks.tp.abort_waits)
+    return ranks, link
 
 
 def _torchrun_group(config: EngineConfig, device: torch.device) -> Ranks:
     world = torchrun_world()
     assert world is not None
-    rank, world_size = world
+    rank, _ = world
     device, backend = _rank_device(device, int(os.environ.get("LOCAL_RANK", rank)))
     num_threads = _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if device.type == "cpu" else None
-    tp = TPGroup.join(rank, world_size, device, backend, config.step_timeout)
-    return Ranks(tp, device, num_threads=num_threads)
+    return Ranks(_join(rank, device, backend, config), device, num_threads=num_threads)
 
 
 def _torchrun_address() -> str:

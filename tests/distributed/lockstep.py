@@ -48,10 +48,14 @@ class LocalExecutor:
 class Engine:
     """One rank's, with the weights at `path` in `dtype`."""
 
-    def __init__(self, path: str, tp: TPGroup, dtype: str = "float32") -> None:
-        config = EngineConfig(path, dtype=dtype, block_size=BLOCK_SIZE, num_kv_blocks=40, max_num_seqs=4)
+    def __init__(
+        self, path: str, tp: TPGroup, dtype: str = "float32", device: str = "cpu", *, enforce_eager: bool = False
+    ) -> None:
+        config = EngineConfig(
+            path, dtype=dtype, block_size=BLOCK_SIZE, num_kv_blocks=40, max_num_seqs=4, enforce_eager=enforce_eager
+        )
         source = resolve_model(path)
-        self.runner = ModelRunner(config, source, tp, torch.device("cpu"))
+        self.runner = ModelRunner(config, source, tp, torch.device(device))
         self.runner.allocate_kv_cache(self.runner.max_kv_blocks)
         self._core = EngineCore(config, source.config, LocalExecutor(self.runner), overlap=True)
 

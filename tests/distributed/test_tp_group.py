@@ -43,6 +43,22 @@ def check_collectives(tp: TPGroup) -> None:
     assert tp.all_gather(ids)[:, 0].tolist() == [2**31 - 1 - rank for rank in ranks]
 
 
+def check_fused(tp: TPGroup) -> None:
+    """Without the peers' memory: the same sums and choices from plain collectives."""
+    assert tp.describe() == f"tensor parallel {tp.size} over gloo (ranks on the CPU)"
+    everyones = torch.stack([share(rank, (5, 8), torch.float32) for rank in range(tp.size)])
+    residual, weight = share(10, (5, 8), torch.float32), share(11, (8,), torch.float32)
+    for added in (None, residual):
+        total = everyones.double().sum(0) + (0 if added is None else added.double())
+        normed, summed = tp.all_reduce_norm(everyones[tp.rank].clone(), added, weight, 1e-6)
+        torch.testing.assert_close(summed.double(), total, atol=1e-6, rtol=1e-6)
+        expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight
+        torch.testing.assert_close(normed.double(), expected, atol=1e-5, rtol=1e-5)
+    values = torch.tensor([[1.0, 3.0], [2.0, 3.0], [-1.0, 0.0]])[tp.rank]  # ids that float32 doesn't hold
+    chosen = tp.best_of_ranks(values, torch.tensor([2**31 - 1 - tp.rank, 2**30 + 1 + tp.rank]))
+    assert chosen.tolist() == [2**31 - 2, 2**30 + 1]
+
+
 def check_waiting(tp: TPGroup) -> None:
     """A slow rank is waited for, and meanwhile check is called; what it raises comes out."""
 
@@ -86,6 +102,7 @@ def check_all(world: TPGroup) -> None:
     if world.rank < 2:
         check_collectives(TPGroup(world.rank, 2, pair))
     check_collectives(world)
+    check_fused(world)
     check_waiting(world)
     check_timeout_and_leaving(world)
 

@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from nanollm.kernels import (
     advance_rows,
+    all_reduce,
     backend,
     decode_attention,
     draw,
@@ -52,7 +53,7 @@ class Driver:
 def compile_instead_of_launching(capability: int) -> None:
     triton.runtime.driver.set_active(Driver(capability))
     found = backend.Gpu(divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
-    for module in (backend, decode_attention, prefill_attention, skinny_matmul):
+    for module in (backend, all_reduce, decode_attention, prefill_attention, skinny_matmul):
         module.gpu = lambda device: found  # type: ignore[attr-defined]
     run = JITFunction.run
 
@@ -94,6 +95,11 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     matrix = torch.zeros(2048, 3072, dtype=dtype)
     skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
     skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
+    cpu, word = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
+    for num_ranks, two_shot in ((2, False), (8, False), (8, True)):
+        peers = all_reduce.PeerMemory.of(1, [0] * num_ranks, word, 2**24, cpu)
+        all_reduce.peer_all_reduce(x, x, weight, 1e-6, peers, two_shot=two_shot)
+    all_reduce.peer_best_of_ranks(torch.zeros(16), long, peers)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch import Tensor
 from triton.runtime import interpreter
 
+from nanollm.kernels.all_reduce import PeerMemory, empty_buffers, peer_all_reduce, peer_best_of_ranks
 from nanollm.kernels.decode_attention import Launch
-from tests.kernels import checks
+from tests.kernels import checks, peers
 
 torch.set_num_threads(1)
 _patch_tensor = interpreter._patch_lang_tensor
@@ -160,3 +163,33 @@ def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, s
 @pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (9, 300, 64)])
 def test_prepare_decode(num_rows: int, num_columns: int, block_size: int) -> None:
     checks.check_prepare_decode(num_rows, num_columns, block_size, "cpu")
+
+
+def run_rank(
+    rank: int, memory: list[Tensor], abort: Tensor, num_programs: int, calls: list[peers.Call], results: list[Tensor]
+) -> None:
+    outputs = peers.run_calls(rank, memory, abort, num_programs, calls)
+    bits = torch.cat([out.flatten().view(torch.uint8) for out in outputs])
+    results[rank][: len(bits)] = bits
+
+
+@pytest.mark.parametrize(("num_ranks", "num_programs"), [(2, 5), (3, 2)])
+def test_all_reduce_and_choice_among_ranks_that_are_processes(num_ranks: int, num_programs: int) -> None:
+    """They really poll: all at once, on memory that they share. A buffer holds 8 KiB, so larger calls go in pieces."""
+    sizes, dtypes = [64, 33, 80], [torch.float32, torch.float16]
+    calls = peers.edge_calls(sizes, dtypes, 17) + [peers.Call.draw(seed, sizes, dtypes, 20) for seed in range(100, 130)]
+    memory, abort = peers.shared_memory(num_ranks, 3 * 8192), torch.zeros(1, dtype=torch.int32).share_memory_()
+    outputs = [torch.zeros(10**6, dtype=torch.uint8).share_memory_() for _ in range(num_ranks)]
+    mp.spawn(run_rank, (memory, abort, num_programs, calls, outputs), nprocs=num_ranks)
+    assert all(peers.is_empty(m) for m in memory)
+    assert all(torch.equal(outputs[0], out) for out in outputs[1:]), "every rank must get the same bits"
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_an_abort_ends_the_wait_for_a_peer_that_is_gone(two_shot: bool) -> None:
+    memory, gone = torch.empty(2, 3 * 4096, dtype=torch.uint8)
+    empty_buffers(memory)
+    aborted = torch.ones(1, dtype=torch.int32)
+    alone = PeerMemory.of(0, [memory.data_ptr(), gone.data_ptr()], aborted, 3 * 4096, memory.device)
+    peer_all_reduce(torch.ones(3, 16), None, None, 0.0, alone, two_shot=two_shot)
+    peer_best_of_ranks(torch.ones(3), torch.ones(3, dtype=torch.long), alone)

@@ -29,6 +29,9 @@ KERNELS = {
     "_one_row_kernel",
     "_skinny_matmul_kernel",
     "_prepare_decode_kernel",
+    "_one_shot_kernel",
+    "_two_shot_kernel",
+    "_best_of_ranks_kernel",
 }
 
 

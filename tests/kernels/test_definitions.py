@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 
+from nanollm.kernels.all_reduce import best_of_ranks_reference
 from nanollm.kernels.attention import paged_attention
 from nanollm.kernels.embedding import embedding
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
+from tests.kernels import peers
 from tests.kernels.checks import assert_close, attention_oracle, paged_cache
 
 
@@ -50,3 +52,15 @@ def test_embedding_of_ids_outside_the_shard_is_zero() -> None:
         [0, 0],
         [0, 0],
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_reduce_adds_and_norms_what_float64_does(dtype: torch.dtype) -> None:
+    for call in peers.edge_calls([64, 33], [dtype], 9):
+        peers.assert_definition(peers.Inputs.of(call, 3, "cpu"), call)
+
+
+def test_best_of_ranks_is_the_lowest_rank_of_equals() -> None:
+    values = torch.tensor([[1.0, 0.0, -5.0], [2.0, -0.0, -4.0], [2.0, 0.0, -4.5]])
+    ids = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32]])
+    assert best_of_ranks_reference(values, ids).tolist() == [20, 11, 22]

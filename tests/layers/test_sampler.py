@@ -41,9 +41,6 @@ class Thread(TPGroup):
     def all_gather(self, x: Tensor) -> Tensor:
         return self.meeting.exchange(self.rank, x)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self.meeting.exchange(self.rank, x).sum(0)
-
 
 def on_threads(size: int, run: Callable[[TPGroup], Any]) -> list[Any]:
     meeting, results = Meeting(size), [None] * size

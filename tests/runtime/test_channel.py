@@ -149,3 +149,22 @@ def test_200_prompts_that_share_a_prefix_send_it_once(ends: tuple[Link, Link]) -
     assert num_tokens < 2 * 3856 + 200 * 32  # not 200 × 3,856
     assert max(plan.pack().nbytes for plan in plans) < 300_000  # 200 block tables of 241 blocks
     assert max(len(plan.row_ids_B) for plan in plans) >= 199
+
+
+def test_spinning_takes_messages_and_ends_in_time_and_then_sleeps(ends: tuple[Link, Link]) -> None:
+    def send_soon() -> None:
+        time.sleep(0.05)
+        ends[0].send(Kind.PLAN, b"soon")
+
+    later = in_thread(send_soon)
+    assert ends[1].recv(10, spin=5.0) == (Kind.PLAN, b"soon")
+    later.join()
+    start = time.monotonic()
+    assert ends[1].recv(0.1, spin=5.0) is None
+    assert time.monotonic() - start < 3
+    busy = time.process_time()
+    assert ends[1].recv(1.0, spin=0.02) is None
+    assert time.process_time() - busy < 0.5
+    ends[0].close()
+    with pytest.raises(LinkClosedError):
+        ends[1].recv(spin=5.0)

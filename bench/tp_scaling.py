@@ -1,0 +1,246 @@
+"""What more GPUs bring: TPOT by batch size, an 8k prompt and workload W at each tensor-parallel degree.
+
+    python bench/tp_scaling.py --model qwen3-8b --tp 1 2 --json scaling.json --png scaling.png
+    python bench/tp_scaling.py --model qwen3-8b --predict --all-reduce all_reduce.json
+
+Speed-up is over the first degree. Communication is the time of its kernels in a step, waiting included, over the
+step's. --predict runs one GPU only, and says what 2, 4 and 8 would give: the floor shrinks with their number, what one
+GPU takes above its floor stays, and each all-reduce adds what bench/all_reduce.py measured for its bytes, or an
+estimate.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from floor import ModelCost, Rates, device_rates, workload_steps
+from latency import add_floors, measure, params
+from throughput import run_twice
+from workload import Workload
+
+from nanollm import LLM, __version__
+from nanollm.config import NAMED_SHAPES, ModelConfig
+from nanollm.runtime.executor import resolve_device
+from nanollm.runtime.model_runner import resolve_dtype
+
+COMMUNICATION = ("_one_shot_kernel", "_two_shot_kernel", "_best_of_ranks_kernel", "nccl")
+AllReduce = Callable[[float, int], float]  # bytes, ranks -> seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b", help="as for throughput.py (default: %(default)s)")
+    parser.add_argument("--tp", type=int, nargs="+", help="degrees (default: 1, 2, 4 … as many as there are GPUs)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128, 256])
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=257)
+    parser.add_argument("--long-prompt-len", type=int, default=8192)
+    parser.add_argument("--num-prompts", type=int, default=256, help="of workload W")
+    parser.add_argument("--max-len", type=int, default=1024, help="longest prompt and output of workload W")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--nccl", action="store_true", help="without our own all-reduce")
+    parser.add_argument("--predict", action="store_true", help="from one GPU, what 2, 4 and 8 would give")
+    parser.add_argument(
+        "--all-reduce", type=Path, metavar="FILE", help="what bench/all_reduce.py wrote, to predict with"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the speed-up")
+    args = parser.parse_args()
+    device = resolve_device("auto")
+    degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1)]
+    if args.predict:
+        degrees = [1]
+    runs, config, dtype = [], None, None
+    for tp in degrees:
+        with start(tp, args) as llm:
+            config, dtype = llm.model_config, resolve_dtype(llm.config.dtype, llm.model_config, device)
+            runs.append(measure_degree(llm, tp, args))
+    assert config is not None and dtype is not None
+    cost, rates = ModelCost.of(config, dtype.itemsize), device_rates(device, dtype)
+    for run in runs:
+        with_floors(run, cost, rates, args)
+    if args.predict:
+        all_reduce = estimated if args.all_reduce is None else measured(json.loads(args.all_reduce.read_text()))
+        runs += [predicted(runs[0], tp, config, cost, rates, all_reduce, args) for tp in (2, 4, 8)]
+    report(runs, args)
+
+
+def start(tp: int, args: argparse.Namespace) -> LLM:
+    return LLM(
+        args.model,
+        load_format="dummy" if args.model.lower() in NAMED_SHAPES else "auto",
+        tensor_parallel_size=tp,
+        max_model_len=max(args.prompt_len + args.output_len, args.long_prompt_len + 1, 2 * args.max_len),
+        max_num_seqs=max(*args.batch, args.num_prompts),
+        disable_custom_all_reduce=args.nccl,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+
+
+def measure_degree(llm: LLM, tp: int, args: argparse.Namespace) -> dict[str, Any]:
+    """All times of one degree."""
+    rows = []
+    for batch in args.batch:
+        row = measure(llm, batch, argparse.Namespace(**vars(args) | {"tp": tp}))
+        if torch.cuda.is_available():
+            row["communication"] = communication_seconds(llm, batch, args) * 1e3 / row["tpot_ms"]
+        rows.append(row)
+    outputs, seconds = run_twice(llm, args.num_prompts, args.max_len, show=False)
+    return {
+        "tp": tp,
+        "rows": rows,
+        "long_prompt_ms": long_prompt_seconds(llm, args) * 1e3,
+        "workload_seconds": seconds,
+        "workload_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
+    }
+
+
+def prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
+    return [[random.randrange(llm.model_config.vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def long_prompt_seconds(llm: LLM, args: argparse.Namespace) -> float:
+    """Of one prompt and its first token, the best of a few."""
+    seconds = []
+    for _ in range(1 + args.repeats):
+        asked = prompts(llm, 1, args.long_prompt_len)
+        before = time.perf_counter()
+        llm.generate(asked, params(1), use_tqdm=False)
+        seconds.append(time.perf_counter() - before)
+    return min(seconds)
+
+
+def communication_seconds(llm: LLM, batch: int, args: argparse.Namespace) -> float:
+    """What rank 0's GPU spends on it in a decode step: the difference of two lengths leaves the prompts out."""
+    lengths, totals = (4, 24), []
+    for num_tokens in lengths:
+        asked = prompts(llm, batch, min(args.prompt_len, 64))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate(asked, params(num_tokens), use_tqdm=False)
+            torch.cuda.synchronize()
+        events = [e for e in profile.key_averages() if any(name in e.key.lower() for name in COMMUNICATION)]
+        totals.append(sum(event.self_device_time_total for event in events) * 1e-6)
+    return (totals[1] - totals[0]) / (lengths[1] - lengths[0])
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    return Workload.make(args.num_prompts, args.max_len)
+
+
+def with_floors(run: dict[str, Any], cost: ModelCost, rates: Rates, args: argparse.Namespace) -> None:
+    tp, w = run["tp"], workload(args)
+    add_floors(run["rows"], cost, rates, argparse.Namespace(**vars(args) | {"tp": tp}))
+    steps = workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp)
+    run["workload_floor_seconds"] = sum(seconds for seconds, _ in steps)
+    run["long_prompt_floor_ms"] = cost.prompt_seconds([args.long_prompt_len], rates, tp) * 1e3
+
+
+def estimated(nbytes: float, ranks: int) -> float:
+    """Two H200s joined by NVLink: the trip, then bytes at 350 GB/s each way."""
+    return 4.5e-6 + 2 * (ranks - 1) / ranks * nbytes / 350e9
+
+
+def measured(found: dict[str, Any]) -> AllReduce:
+    """The fused all-reduce's times, straight lines between; for other numbers of ranks by the bytes that they send."""
+    points = sorted((int(nbytes), times) for nbytes, times in found["microseconds"].items())
+    sizes = [float(nbytes) for nbytes, _ in points]
+    seconds = [min(times["fused one-shot"], times["fused two-shot"]) * 1e-6 for _, times in points]
+    share = 2 * (found["ranks"] - 1) / found["ranks"]
+
+    def all_reduce(nbytes: float, ranks: int) -> float:
+        nbytes *= 2 * (ranks - 1) / ranks / share
+        if nbytes >= sizes[-1]:
+            return seconds[-1] * nbytes / sizes[-1]
+        i = next(i for i, size in enumerate(sizes) if size >= nbytes)
+        if i == 0:
+            return seconds[0]
+        part = (nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+        return seconds[i - 1] + part * (seconds[i] - seconds[i - 1])
+
+    return all_reduce
+
+
+def predicted(
+    one: dict[str, Any], tp: int, config: ModelConfig, cost: ModelCost, rates: Rates, all_reduce: AllReduce,
+    args: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """The run of `tp` GPUs, from that of one."""
+
+    def communication(tokens: int) -> float:
+        """Seconds of a step: after attention, after the feed-forward layer, and after the embedding; the choice."""
+        nbytes = tokens * config.hidden_size * cost.value_bytes
+        return (2 * config.num_layers + 1) * all_reduce(nbytes, tp) + all_reduce(8 * tokens, tp)
+
+    w, run = workload(args), {"tp": tp, "predicted": True, "workload_tokens": one["workload_tokens"]}
+    run["rows"] = [{"batch": row["batch"], "ttft_ms": 1.0, "tpot_ms": 1.0} for row in one["rows"]]
+    with_floors(run, cost, rates, args)
+    run["rows"] = [{k: v for k, v in row.items() if not k.startswith("ttft")} for row in run["rows"]]
+    for row, single in zip(run["rows"], one["rows"], strict=True):
+        comm = communication(int(row["batch"])) * 1e3
+        row["tpot_ms"] = row["tpot_floor_ms"] + single["tpot_ms"] - single["tpot_floor_ms"] + comm
+        row |= {"communication": comm / row["tpot_ms"], "tpot_achieved": row["tpot_floor_ms"] / row["tpot_ms"]}
+    steps = list(workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp))[1:]
+    comm = communication(sum(w.prompt_lens)) + sum(communication(num_rows) for _, num_rows in steps)
+    above = one["workload_seconds"] - one["workload_floor_seconds"]
+    run["workload_seconds"] = run["workload_floor_seconds"] + above + comm
+    above = one["long_prompt_ms"] - one["long_prompt_floor_ms"]
+    run["long_prompt_ms"] = run["long_prompt_floor_ms"] + above + communication(args.long_prompt_len) * 1e3
+    return run
+
+
+def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    first = runs[0]
+    print(f"{Path(args.model).name}, {'NCCL' if args.nccl else 'our all-reduce'}; prompts of {args.prompt_len} tokens")
+    print(f"{'tp':>4} {'':24} {'time':>12} {'of floor':>9} {'speed-up':>9} {'communication':>14}")
+    for run in runs:
+        label = f"{run['tp']:>4}{' (predicted)' if run.get('predicted') else ''}"
+        for row, base in zip(run["rows"], first["rows"], strict=True):
+            print(
+                f"{label:16} TPOT, batch {row['batch']:<4} {row['tpot_ms']:9.3f} ms {row['tpot_achieved']:9.1%} "
+                f"{base['tpot_ms'] / row['tpot_ms']:9.2f} {row.get('communication', float('nan')):14.1%}"
+            )
+        print(
+            f"{label:16} prompt of {args.long_prompt_len:<6} {run['long_prompt_ms']:9.2f} ms "
+            f"{run['long_prompt_floor_ms'] / run['long_prompt_ms']:9.1%} "
+            f"{first['long_prompt_ms'] / run['long_prompt_ms']:9.2f}"
+        )
+        rate, base_rate = (r["workload_tokens"] / r["workload_seconds"] for r in (run, first))
+        print(
+            f"{label:16} workload W {rate:13,.0f} tok/s {run['workload_floor_seconds'] / run['workload_seconds']:8.1%} "
+            f"{rate / base_rate:9.2f}"
+        )
+    if args.json:
+        settings = {"model": args.model, "nccl": args.nccl, "prompt_len": args.prompt_len}
+        versions = {"nanollm": __version__, "torch": torch.__version__}
+        args.json.write_text(json.dumps(settings | {"versions": versions, "runs": runs}, indent=2) + "\n")
+    if args.png:
+        draw(args.png, runs, Path(args.model).name)
+
+
+def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
+    """Speed-up over the number of GPUs: of each batch size, and of workload W."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    degrees = [run["tp"] for run in runs]
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.plot(degrees, [tp / degrees[0] for tp in degrees], "k--", linewidth=0.8, label="as many times as GPUs")
+    for i, row in enumerate(runs[0]["rows"]):
+        gains = [row["tpot_ms"] / run["rows"][i]["tpot_ms"] for run in runs]
+        axes.plot(degrees, gains, "o-", label=f"TPOT, batch {row['batch']}")
+    axes.plot(degrees, [runs[0]["workload_seconds"] / r["workload_seconds"] for r in runs], "s-", label="workload W")
+    axes.set(xlabel="tensor-parallel degree", ylabel="speed-up", title=title, xticks=degrees)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
