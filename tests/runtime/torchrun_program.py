@@ -21,16 +21,29 @@ RANK = int(os.environ["RANK"])
 PROMPTS: list[Any] = ["w1 w2 w3", "w7 w8 w9 w10 w11 w12 w13 w14 w15", {"prompt_token_ids": [5] * 20}]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=12, stop=["w1"]),
-    SamplingParams(temperature=0.9, seed=6, max_tokens=12, stop_token_ids=list(range(0, 300, 9))),
+    SamplingParams(temperature=1.0, seed=38, max_tokens=12, stop=["w1"]),
+    SamplingParams(
+        temperature=0.9,
+        seed=6,
+        max_tokens=12,
+        stop_token_ids=list(range(0, 300, 9)),
+        n=2,
+        logprobs=2,
+        prompt_logprobs=1,
+    ),
 ]
 UNSEEDED = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "w20 w21"}]
 
 
 def tell(output: Any) -> list[Any]:
-    one = output.outputs[0]
-    return [output.request_id, output.prompt, one.text, one.token_ids, one.finish_reason, one.stop_reason]
+    one, *others = output.outputs
+    # Log probabilities are not bitwise the same on one rank and two: which tokens are the likeliest is.
+    likeliest = [
+        [list(entry) for entry in found if entry] for found in (one.logprobs or [], output.prompt_logprobs or [])
+    ]
+    more = [other.token_ids for other in others] + likeliest
+    return [output.request_id, output.prompt, one.text, one.token_ids, more, one.finish_reason, one.stop_reason]
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
