@@ -355,8 +355,7 @@ def _long_pass_kernel(
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Last tiles first: of what tile_stats read, those are still in the cache.
-    s, first = tl.program_id(0).to(tl.int64), (tl.num_programs(1) - 1 - tl.program_id(1)) * TILES
+    s, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -368,14 +367,20 @@ def _long_pass_kernel(
         from_key, to_key = tl.load(state + _FROM).to(tl.int32), tl.load(state + _TO).to(tl.int32)
         peak = tl.load(state + _PEAK).to(tl.int32).to(tl.float32, bitcast=True)
         _, shift, units = _binning(from_key, to_key, peak, scale)
-        tile = first + tl.arange(0, TILES)
-        top = tl.load(max_SN + s * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-        column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-        mask = (column < size) & (_key(top) >= from_key)[:, None]
+        ruled = has_rules(params_RP, row, HAS_RULES)
         logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
-        x = load_logits(logits, scratch, column, mask, has_rules(params_RP, row, HAS_RULES), HAS_RULES)
-        larger = _sum_and_bin(x, bins_SB + s * _BINS, from_key, to_key, shift, units, peak, scale, COMPILED)
-        tl.atomic_add(state + _ABOVE, (tl.sum(larger) * float(1 << 40)).to(tl.int64), sem="relaxed")
+        above = tl.zeros((TILES,), tl.float32)
+        for first in range(part * TILES, num_tiles, num_parts * TILES):
+            # Last tiles first: of what tile_stats read, those are still in the cache.
+            tile = num_tiles - 1 - first - tl.arange(0, TILES)
+            top = tl.load(max_SN + s * num_tiles + tile, mask=tile >= 0, other=float("-inf"))
+            column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+            mask = (column < size) & (_key(top) >= from_key)[:, None] & (tile >= 0)[:, None]
+            x = load_logits(logits, scratch, column, mask, ruled, HAS_RULES)
+            above += tl.sum(
+                _sum_and_bin(x, bins_SB + s * _BINS, from_key, to_key, shift, units, peak, scale, COMPILED), 1
+            )
+        tl.atomic_add(state + _ABOVE, (tl.sum(above) * float(1 << 40)).to(tl.int64), sem="relaxed")
 
 
 def _threshold_triton(
@@ -385,6 +390,7 @@ def _threshold_triton(
     chunk: int = 32,
     sampled: int = 64,
     tiles: int = 32,
+    parts: int = 8,
     num_warps: int = 8,
 ) -> Tensor:
     num_rows, size = rows.logits_SV.shape
@@ -425,9 +431,7 @@ def _threshold_triton(
 
     if num_rows:
         search(resumes=False)
-        _long_pass_kernel[(num_rows, -(-num_tiles // tiles))](
-            state_SW, bins_SB, max_SN, *logits, TILES=tiles, num_warps=4, **common
-        )
+        _long_pass_kernel[(num_rows, parts)](state_SW, bins_SB, max_SN, *logits, TILES=tiles, num_warps=4, **common)
         search(resumes=True)
     return threshold_S
 

@@ -59,7 +59,7 @@ class RowState:
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, vocab: range, device: torch.device) -> None:
         self.device = device
         self._vocab = vocab
-        self._filters = [Filters.NONE] * num_rows
+        self._filters_R = np.zeros(num_rows, np.int8)
         self.block_size = block_size
         self._block_table_RM = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.state = DecodeState(
@@ -123,8 +123,8 @@ class RowState:
         return self.to_device(np.array((plan.sampled_rows_S, positions_S), np.int64))
 
     def filters(self, plan: StepPlan) -> Filters:
-        """The most that any of the rows that sample needs to know of other ranks' logits."""
-        return max((self._filters[row] for row in plan.sampled_rows_S.tolist()), default=Filters.NONE)
+        """The most that any of the rows that sample needs."""
+        return Filters(self._filters_R[plan.sampled_rows_S].max(initial=Filters.NONE))
 
     def wanted_logprobs(self, plan: StepPlan, rows: slice) -> tuple[Tensor, int] | None:
         """Which of these logit rows want log probabilities, and the most top tokens that any row of the step does."""
@@ -138,7 +138,7 @@ class RowState:
             self.sampler.params_RP[self.to_device(plan.params_rows.astype(np.int64))] = self.to_device(params)
             floats, rest = params.view(np.float32), plan.rules
             for i, row in enumerate(plan.params_rows.tolist()):
-                self._filters[row] = Filters.of(
+                self._filters_R[row] = Filters.of(
                     floats[i, TEMPERATURE], int(params[i, TOP_K]), floats[i, TOP_P], floats[i, MIN_P]
                 )
                 if params[i, RULES]:
