@@ -320,6 +320,8 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
         x[:, size // 2] = 60.0
     if kind == "peaked":
         x[:, ::97] += 12
+    if kind == "zipf":
+        x = -1.1 * torch.rand(num_rows, size).argsort(-1).add(1).log()
     if kind == "sorted":
         x = x.sort(-1).values
     if kind == "infinite":
@@ -327,7 +329,7 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
     return x.to(device, dtype)
 
 
-KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "sorted", "infinite"]
+KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "zipf", "sorted", "infinite"]
 
 
 def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> None:
