@@ -29,6 +29,11 @@ class _Graphs:
     forward: torch.cuda.CUDAGraph
     samples: dict[Filters, tuple[torch.cuda.CUDAGraph, Tensor]]  # and the token ids, int64 [B]
 
+    def replay(self) -> None:
+        """A step of rows without filters, as benchmarks repeat it."""
+        self.forward.replay()
+        self.samples[Filters.NONE][0].replay()
+
 
 class DecodeSteps:
     """Runs steps of one token a row, the same way with and without CUDA graphs.

@@ -122,6 +122,7 @@ def test_graphs_equal_eager_and_overlapped_equals_synchronous_exactly() -> None:
             "qwen3-0.6b", load_format="dummy", hf_overrides=shape, num_kv_blocks=256, max_num_seqs=12, **settings
         ) as llm:
             outputs = [output for prompts in rounds for output in llm.generate(prompts, params, use_tqdm=False)]
+            assert bool(llm._executor.runner.mixed._graphs) != settings.get("enforce_eager", False)
             outputs += llm.generate([rounds[0][3]] * 8, varied(max_tokens=48), use_tqdm=False)
             outputs += llm.generate([rounds[0][3]] * 8, varied(max_tokens=9, logprobs=1), use_tqdm=False)
             runs.append([output.outputs[0].token_ids for output in outputs])
