@@ -289,7 +289,6 @@ class Scheduler:
         room = min(self.chunk_limit, self.token_budget - draft.num_tokens)
         if seq.needs_whole_prompt:  # no more rows of logits than sampling takes: that much memory was set aside
             room = min(room, self._num_rows - draft.num_prompt_logits)
-            draft.num_prompt_logits += max(min(room, seq.num_tokens - seq.num_computed_tokens), 0)
         if room > 0:
             self._take(draft, seq, min(seq.num_tokens - seq.num_computed_tokens, room))
 
@@ -297,6 +296,8 @@ class Scheduler:
         draft.sequences.append(seq)
         draft.num_new.append(num_new)
         draft.num_tokens += num_new
+        if seq.needs_whole_prompt:
+            draft.num_prompt_logits += num_new
 
     def _plan(self, draft: _Draft, now: float) -> Step:
         """Turn the draft into arrays and advance the sequences by what it computes."""

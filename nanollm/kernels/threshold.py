@@ -11,8 +11,8 @@ mass. One program a row searches for it in a bracket of float32 bit patterns, wh
 each pass over the logits sums what is above the bracket, spreads what is inside over 2,048 bins, and the answer
 lies in one bin. Two or three passes are enough for any float32 values, and one if the bracket holds few values of
 a 16-bit type. A pass looks only at tiles whose largest logit reaches the bracket, and the search starts from a good
-bracket: if the tiles' maxima are enough by themselves, it begins where they are; else a sample of the tiles says where
-the answer may be. A first pass that is long all the same is made by many programs a row, between two runs of the search.
+bracket: if the tiles' maxima are enough by themselves, it begins there; else a sample of the tiles says where to look.
+A first pass that is long all the same is made by many programs a row, between two runs of the search.
 Sums in bins are integers, so their order doesn't matter and a row is cut at the same place every time.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -334,7 +334,8 @@ KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "zipf"
 
 def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> None:
     state = make_state(10, size, device, **FILTERS)
-    check_threshold(adversarial_logits(10, size, kind, device, dtype), state, exact=dtype != torch.float32)
+    exact = dtype != torch.float32 and size < 50_000  # a boundary of many values may fall within float32 rounding
+    check_threshold(adversarial_logits(10, size, kind, device, dtype), state, exact=exact)
 
 
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
