@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of one request, in seconds of time.monotonic(); None until it happened. num_tokens: generated so far.
 
@@ -44,7 +44,7 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass
+@dataclass(slots=True)
 class EngineOutput:
     """What one step brought one request: token ids only, the text side turns them into text.
 
