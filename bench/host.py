@@ -2,9 +2,9 @@
 
     python bench/host.py --batch 1 256 --json host.json
 
-The engine runs as it does for `generate`, with random token ids in place of a model. Phases: schedule (which rows, which
-blocks, the plan), launch (the plan as the words that go to the device; without the launches themselves), update (append,
-finish, free), text (outputs; without a tokenizer, so ids only). Medians of --steps steps.
+The engine runs as it does for `generate`, with random token ids in place of a model. Phases: schedule (which rows,
+which blocks, the plan), launch (the plan as the words that go to the device; without the launches themselves), update
+(append, finish, free), text (outputs; without a tokenizer, so ids only). Medians of --steps steps.
 """
 
 import argparse

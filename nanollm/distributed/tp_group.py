@@ -96,8 +96,8 @@ class TPGroup:
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(total) * weight, total) for total = residual + the sum over ranks of x.
 
-        May overwrite x and the residual: go on with what is returned. Through the peers' memory, where that works, it is
-        one kernel, and the sum is rounded only after the residual's part.
+        May overwrite x and the residual: go on with what is returned. Through the peers' memory, where that works, it
+        is one kernel, and the sum is rounded only after the residual's part.
         """
         if isinstance(self.peers, PeerCollectives) and self.peers.takes(x_TD):
             return self.peers.all_reduce(x_TD, residual_TD, weight_D, eps)

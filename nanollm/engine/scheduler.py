@@ -151,7 +151,7 @@ class Scheduler:
         if result.logprobs or step.logit_spans:
             self._take_logits(step, result)
         outputs = []
-        ended = []
+        ended: list[Sequence] = []
         commit, block_size = self.block_manager.commit, self.block_manager.block_size
         for seq, token_id in zip(step.sampled, result.token_ids, strict=True):
             if seq.finish_reason is not None:  # found finished, or aborted, one step late: a surplus token
@@ -316,7 +316,7 @@ class Scheduler:
             start = seq.num_computed_tokens
             end += num_new
             computed.append(start)
-            on_device.append(seq.token_on_device)
+            on_device.append(int(seq.token_on_device))
             if len(seq.block_ids) > seq.num_sent_blocks:
                 if seq.num_sent_blocks == 0:
                     started.append(seq)
@@ -328,7 +328,9 @@ class Scheduler:
                 seq.num_sent_blocks = len(seq.block_ids)
             seq.num_computed_tokens = start + num_new
             seq.in_flight += 1
-            if seq.token_on_device and not seq.all_logits:  # most rows of most steps: nothing below but this concerns them
+            if (
+                seq.token_on_device and not seq.all_logits
+            ):  # most rows of most steps: nothing below but this concerns them
                 sampled.append(seq)
                 sampled_at.append(end - 1)
                 seq.num_pending += 1
