@@ -94,13 +94,7 @@ def test_cache_size_follows_gpu_memory_utilization() -> None:
     sizes = []
     for utilization in (0.2, 0.4):
         shape = {"num_hidden_layers": 2}
-        with LLM(
-            "qwen3-0.6b",
-            load_format="dummy",
-            hf_overrides=shape,
-            gpu_memory_utilization=utilization,
-            max_num_seqs=65536,
-        ) as llm:
+        with LLM("qwen3-0.6b", load_format="dummy", hf_overrides=shape, gpu_memory_utilization=utilization) as llm:
             sizes.append(llm.get_stats().num_total_blocks)
     block_bytes = 2 * 2 * GPU_BLOCK_SIZE * 8 * 128 * 2  # layers, k and v, tokens, heads, head_dim, bfloat16
     gained = (sizes[1] - sizes[0]) * block_bytes / torch.cuda.mem_get_info()[1]
