@@ -485,6 +485,8 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=790, help="bf16 TFLOP/s (default: an H200's, measured)")
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it times GPU kernels, and PyTorch sees no GPU: bench/cpu.py and bench/host.py need none")
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     bandwidth, tflops = measure_gpu()

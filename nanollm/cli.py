@@ -130,7 +130,7 @@ def timing_line(outputs: Sequence["RequestOutput"]) -> str:
     if not started:
         return "no tokens"
     ttft = sum(metrics.ttft or 0.0 for metrics in started) / len(started)
-    line = f"{'TTFT' if len(started) == 1 else 'mean TTFT'} {ttft:.3f} s, {num_tokens} tokens"
+    line = f"{'TTFT' if len(started) == 1 else 'mean TTFT'} {ttft:.3f} s, {num_tokens} token{'s' * (num_tokens != 1)}"
     first = min(metrics.first_token_time or 0.0 for metrics in started)
     last = max(metrics.finished_time or time.monotonic() for metrics in started)
     if num_tokens > len(started) and last > first:
