@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,9 @@ class LLM:
     Calls may come from several threads: the engine runs one step at a time, for whoever waits. `with LLM(...) as llm:`
     or close() frees the model.
 
-    Under torchrun every rank makes the same LLM and the same calls of generate, chat, generate_stream and close, and
-    every rank gets the outputs; the other methods work on rank 0 only.
+    Under torchrun every rank makes the same LLM and the same calls of generate, chat, generate_stream and close, in
+    one thread, and every rank gets the outputs; the other methods work on rank 0 only. A stream that a rank stops early
+    must be stopped on all, at the same output.
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
@@ -401,10 +402,12 @@ class LLM:
     def _pump(self) -> None:
         """Run one step and deliver what it brought. If anything fails, everybody who waits gets the error."""
         try:
-            outputs = self._engine.step()
-            if isinstance(self._executor, Executor) and self._executor.has_followers:
-                self._executor.send_outputs(pack_outputs(outputs))
-            results, aborts = self._processor.process(outputs)
+            executor = self._executor
+            with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
+                outputs = self._engine.step()
+                if isinstance(executor, Executor) and executor.has_followers:
+                    executor.send_outputs(pack_outputs(outputs))
+                results, aborts = self._processor.process(outputs)
             for result in results:
                 self._mailboxes[int(result.request_id)].append(result)
             for output in outputs:

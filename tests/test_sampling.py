@@ -143,6 +143,12 @@ def test_min_tokens_holds_off_every_end(llm: LLM) -> None:
     assert tokens(llm, prompt, stop).index(50) == 3
 
 
+def test_min_tokens_beyond_any_context_runs_to_its_end(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=None, min_tokens=2**31 - 5)
+    (output,) = llm.generate([[5] * 10], params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+
+
 def test_min_tokens_counts_on_after_a_preemption(model: TinyModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, logit_bias={1: 100.0}, min_tokens=30)
     with model.llm(num_kv_blocks=6, enable_prefix_caching=False) as llm:
@@ -376,6 +382,8 @@ def test_too_many_bans_and_biases_are_refused_by_name(tiny: Any, lettered: LLM) 
         assert max(outputs[0].outputs[0].token_ids) < 1022
         outputs = llm.generate([[1, 2]], SamplingParams(allowed_token_ids=list(range(3000))), use_tqdm=False)
         assert max(outputs[0].outputs[0].token_ids) < 3000
+    with pytest.raises(ValueError, match="prompt 0: bad_words must be valid Unicode, got half a surrogate pair"):
+        lettered.generate([[1, 2]], SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
     with pytest.raises(ValueError, match="bad_words may have 128 of more than one token"):
         lettered.generate([[1, 2]], SamplingParams(bad_words=[chr(i) + "a" for i in range(40, 200)]), use_tqdm=False)
     with pytest.raises(ValueError, match="each of bad_words may have 16 tokens, got one of 17"):

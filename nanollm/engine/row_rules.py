@@ -48,7 +48,7 @@ def row_rules(seq: Sequence) -> RowRules | None:
 
     if params.min_tokens:
         for token_id in seq.ends:
-            ban(token_id, seq.num_prompt_tokens + params.min_tokens)
+            ban(token_id, min(seq.num_prompt_tokens + params.min_tokens, _FOREVER))
     bad_words = []
     for *prefix, last in seq.bad_words:
         ban(last, 0 if prefix else _FOREVER)

@@ -62,6 +62,10 @@ class Executor:
         """Whether the other ranks are a launcher's, with callers of their own."""
         return bool(self.ranks.links) and not self.ranks.processes
 
+    def tells_followers(self) -> contextlib.AbstractContextManager[None]:
+        """Under torchrun, an error inside ends all ranks, which would wait for outputs in vain."""
+        return self._ends_all_ranks() if self.has_followers else contextlib.nullcontext()
+
     def submit(self, plan: StepPlan) -> None:
         """Launch a step on every rank; returns before the devices have run it."""
         runner = self.runner

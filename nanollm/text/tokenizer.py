@@ -69,6 +69,10 @@ def encode_bad_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> 
     """
     sequences = []
     for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"bad_words must be valid Unicode, got half a surrogate pair in {word!r}") from None
         bare, spaced = (
             list(tokenizer.encode(space + word.lstrip(" "), add_special_tokens=False)) for space in ("", " ")
         )
