@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanollm.async_engine import AsyncLLMEngine
     from nanollm.config import EngineConfig
     from nanollm.llm import LLM
     from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
@@ -24,6 +26,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "nanollm.llm",
+    "AsyncLLMEngine": "nanollm.async_engine",
     "CompletionOutput": "nanollm.outputs",
     "EngineConfig": "nanollm.config",
     "EngineDeadError": "nanollm.runtime.executor",
