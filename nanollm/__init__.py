@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanollm.async_engine import AsyncLLMEngine
+    from nanollm.async_engine import AsyncLLMEngine, QueueFullError
     from nanollm.config import EngineConfig
     from nanollm.llm import LLM
     from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -18,6 +18,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -30,6 +31,7 @@ _HOMES = {
     "CompletionOutput": "nanollm.outputs",
     "EngineConfig": "nanollm.config",
     "EngineDeadError": "nanollm.runtime.executor",
+    "QueueFullError": "nanollm.async_engine",
     "RequestMetrics": "nanollm.outputs",
     "RequestOutput": "nanollm.outputs",
     "SamplingParams": "nanollm.sampling_params",

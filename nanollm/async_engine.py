@@ -48,6 +48,7 @@ from nanollm.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CLOSED = "this engine was closed: make a new AsyncLLMEngine"
 _CLOSE_SECONDS = 15.0  # how long the engine process may take to end by itself
 
 
@@ -106,7 +107,7 @@ class AsyncLLMEngine:
         # Tokenizing and templates take a while for long texts; one thread, since the tokenizer is not safe for more.
         self.text_thread = ThreadPoolExecutor(1, thread_name_prefix="nanollm-text")
         self._kwargs = kwargs
-        self._why_dead = "the engine was not started: call start(), or use `async with`"
+        self.why_dead = "the engine was not started: call start(), or use `async with`"
         self._requests: dict[int, _Request] = {}  # by the id of the first continuation
         self._ids: set[str] = set()  # external ones, of requests that are not finished
         self._num_unfinished = 0  # continuations
@@ -132,12 +133,12 @@ class AsyncLLMEngine:
             raise
         self._vocab_size = source.config.vocab_size
         self._processor = OutputProcessor(self.tokenizer)
-        self.stats, self.max_model_len, self._why_dead = message.stats, message.max_model_len, ""
+        self.stats, self.max_model_len, self.why_dead = message.stats, message.max_model_len, ""
         self._deliverer = asyncio.create_task(self._deliver())
 
     async def close(self) -> None:
         """End the engine process; open requests get EngineDeadError. Twice is fine."""
-        self._die("this engine was closed: make a new AsyncLLMEngine")
+        self._die(CLOSED)
         self._writer.close()
         await asyncio.to_thread(_end, self._process)
         self.text_thread.shutdown(wait=False, cancel_futures=True)
@@ -169,15 +170,19 @@ class AsyncLLMEngine:
         request_id: str | None = None,
         *,
         stream: bool = True,
+        timeout: float | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """generate() for several prompts: yields (index of the prompt, its output so far).
 
-        stream: False yields each output once, when it is finished.
+        stream: False yields each output once, when it is finished. timeout: seconds until TimeoutError is raised.
         """
         mailbox = _Mailbox()
         params = sampling_params or self.get_default_sampling_params()
         arrival_time = time.monotonic()
         ids: list[int] = []
+        expiry = (
+            asyncio.get_running_loop().call_later(timeout, self._expire, ids, mailbox, timeout) if timeout else None
+        )
         try:
             for index, prompt in enumerate(prompts):
                 message, text = await self._prepare(prompt, params, arrival_time)
@@ -192,6 +197,8 @@ class AsyncLLMEngine:
                     left -= output.finished
                     yield index, output
         finally:
+            if expiry is not None:
+                expiry.cancel()
             self._forget(ids)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -222,8 +229,8 @@ class AsyncLLMEngine:
         )
 
     def _add(self, message: Add, text: str | None, request: _Request, stream: bool) -> None:
-        if self._why_dead:
-            raise EngineDeadError(self._why_dead)
+        if self.why_dead:
+            raise EngineDeadError(self.why_dead)
         if request.num_choices > self.capacity:
             raise ValueError(
                 f"n must be at most {self.capacity}, max_num_seqs + max_waiting, got {request.num_choices}"
@@ -252,6 +259,11 @@ class AsyncLLMEngine:
                 aborts.extend(choice_ids)
         if aborts:
             self._send(Abort(aborts))
+
+    def _expire(self, request_ids: list[int], mailbox: _Mailbox, timeout: float) -> None:
+        self._forget(request_ids)
+        mailbox.error = TimeoutError(f"the request was not finished after {timeout:g} s")
+        mailbox.wake()
 
     def _take_off(self, request_id: int) -> _Request | None:
         """The request, which is done; None if that is known."""
@@ -301,10 +313,10 @@ class AsyncLLMEngine:
             request.mailbox.wake()
 
     def _die(self, why: str) -> None:
-        self._why_dead = self._why_dead or why
+        self.why_dead = self.why_dead or why
         self.dead.set()
         for request in self._requests.values():
-            request.mailbox.error = EngineDeadError(self._why_dead)
+            request.mailbox.error = EngineDeadError(self.why_dead)
             request.mailbox.wake()
 
 
