@@ -1,6 +1,7 @@
 """AsyncLLMEngine: the engine for asyncio programs, such as the server. It runs in a process of its own."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -218,8 +219,12 @@ class AsyncLLMEngine:
 
     async def _prepare(self, prompt: Prompt, params: SamplingParams, arrival_time: float) -> tuple[Add, str | None]:
         """Returns the request as the engine takes it, and its text."""
-        run = asyncio.get_running_loop().run_in_executor
-        prepared = await run(self.text_thread, prepare_prompt, self.tokenizer, prompt, params)
+        arguments = self.tokenizer, prompt, params
+        if isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None):
+            run = asyncio.get_running_loop().run_in_executor
+            prepared = await run(self.text_thread, prepare_prompt, *arguments)
+        else:
+            prepared = prepare_prompt(*arguments)
         token_ids = check_token_ids(prepared.token_ids, self._vocab_size).tolist()
         request_id = self._next_id
         self._next_id += params.n
@@ -345,6 +350,7 @@ def engine_main(descriptor: int) -> None:
         assert isinstance(start, Start)
         executor, core = start_engine(*find_engine(start.model, start.engine_args))
         link.send(Ready(core.get_stats(), core.scheduler.max_model_len))
+        gc.freeze()  # what is there stays: collections need not go through it, which would hold up a step
         serve(core, link, executor.check)
         code = 0
     except Exception as error:

@@ -1,6 +1,7 @@
 """The server as a whole: which path goes where, who may come in, and how it starts and ends."""
 
 import asyncio
+import gc
 import hashlib
 import hmac
 import logging
@@ -200,6 +201,7 @@ async def _serve(model: str, options: ServerOptions, engine_args: dict[str, Any]
         server = uvicorn.Server(config)
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises what it caught again, at its end
             signal.signal(number, lambda *_: None)
+        gc.freeze()  # what is there stays: collections need not go through it
         listener.listen(config.backlog)
         logger.info("serving %s on http://%s:%d/v1", name, *listener.getsockname()[:2])
         ends = asyncio.create_task(_end(server, engine, options.shutdown_timeout))
