@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from tqdm import tqdm
 from workload import Workload
 
@@ -100,7 +101,7 @@ def main() -> None:
         parser.error("--workload trace and --trace FILE go together")
     if not (args.rate or args.concurrency) and args.trace is None:
         args.rate = [float("inf")]
-    asyncio.run(run_all(args))
+    uvloop.run(run_all(args))  # the client must keep up, too
 
 
 async def run_all(args: argparse.Namespace) -> None:

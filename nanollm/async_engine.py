@@ -21,11 +21,8 @@ import msgspec
 from nanollm.config import EngineConfig
 from nanollm.engine.engine_core import EngineStats
 from nanollm.engine.engine_process import (
-    BUFFER_BYTES,
-    HEADER,
     Abort,
     Add,
-    ClientLink,
     Died,
     FromClient,
     FromEngine,
@@ -34,12 +31,15 @@ from nanollm.engine.engine_process import (
     Start,
     Stepped,
     pack,
+    receive,
     serve,
 )
 from nanollm.engine.sequence import check_token_ids
 from nanollm.llm import find_engine, start_engine
 from nanollm.models.source import ModelSource, resolve_model
 from nanollm.outputs import RequestOutput
+from nanollm.runtime import channel
+from nanollm.runtime.channel import Kind, Link, LinkClosedError
 from nanollm.runtime.ranks import EngineDeadError
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.output_processor import OutputProcessor
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CLOSED = "this engine was closed: make a new AsyncLLMEngine"
+_BUFFER_BYTES = 4 << 20  # between the processes, so that a busy client never holds up a step
+_LAST_SECONDS = 5.0  # how long a step may take that is running when the client goes away
 _CLOSE_SECONDS = 15.0  # how long the engine process may take to end by itself
 
 
@@ -117,11 +119,11 @@ class AsyncLLMEngine:
     async def start(self) -> None:
         """Start the engine process and load the model. Raises as LLM's constructor does."""
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         code = f"from nanollm.async_engine import engine_main; engine_main({theirs.fileno()})"
         with theirs:
             self._process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=_BUFFER_BYTES)
         try:
             self._send(Start(self.config.model, self._kwargs))
             source = await asyncio.to_thread(self._load_text)
@@ -279,12 +281,12 @@ class AsyncLLMEngine:
 
     def _send(self, message: FromClient) -> None:
         if not self.dead.is_set():
-            self._writer.write(pack(message))
+            self._writer.write(channel.pack(Kind.REQUESTS, pack(message)))
 
     async def _receive(self) -> FromEngine:
         """The next message; Died too if the process ended without a word."""
         try:
-            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            _, _, size = channel.HEADER.unpack(await self._reader.readexactly(channel.HEADER.size))
             return _DECODER.decode(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, OSError):
             code = await asyncio.to_thread(self._process.wait)
@@ -293,6 +295,13 @@ class AsyncLLMEngine:
 
     async def _deliver(self) -> None:
         """Hand what the engine sends to whoever waits for it, until it dies."""
+        try:
+            self._die(await self._deliver_until_death())
+        except Exception:
+            self._die(traceback.format_exc())
+
+    async def _deliver_until_death(self) -> str:
+        """Returns why the engine died."""
         while not isinstance(message := await self._receive(), Died):
             if isinstance(message, Refused):
                 if (request := self._take_off(message.request_id)) is not None:
@@ -307,7 +316,7 @@ class AsyncLLMEngine:
                     self._send(Abort(aborts))
                 for output in results:
                     self._hand_over(output)
-        self._die(message.error)
+        return message.error
 
     def _hand_over(self, output: RequestOutput) -> None:
         request_id = int(output.request_id)
@@ -343,24 +352,31 @@ def engine_main(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanollm").setLevel(logging.INFO)
-    link = ClientLink(socket.socket(fileno=descriptor))
+    link = Link(socket.socket(fileno=descriptor))
+    link.on_hangup(_leave_soon)
     executor, code = None, 1
     try:
-        start = link.receive(60.0)
+        start = receive(link, 60.0)
         assert isinstance(start, Start)
         executor, core = start_engine(*find_engine(start.model, start.engine_args))
-        link.send(Ready(core.get_stats(), core.scheduler.max_model_len))
+        link.send(Kind.REQUESTS, pack(Ready(core.get_stats(), core.scheduler.max_model_len)))
         gc.freeze()  # what is there stays: collections need not go through it, which would hold up a step
         serve(core, link, executor.check)
         code = 0
     except Exception as error:
         bad_argument = executor is None and isinstance(error, ValueError | TypeError | OSError)
         text = str(error) if bad_argument or isinstance(error, EngineDeadError) else traceback.format_exc()
-        with suppress(OSError):
-            link.send(Died(text, bad_argument))
+        with suppress(LinkClosedError, TimeoutError):
+            link.send(Kind.REQUESTS, pack(Died(text, bad_argument)))
     finally:
         if executor is not None:
             executor.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # the reading thread may be waiting
+        os._exit(code)  # whatever threads may be waiting for
+
+
+def _leave_soon() -> None:
+    """The client is gone: the main thread sees that at the end of its step; if there is none, end without."""
+    time.sleep(_LAST_SECONDS)
+    os._exit(1)
