@@ -324,6 +324,7 @@ class Sampling:
         self.state = SamplerState.empty(self.num_rows + 1, self.size, torch.device("cuda"))
         self.state.params_RP[:, SEED_LOW] = torch.arange(self.num_rows + 1)
         kinds = SAMPLINGS[self.name]
+        self.has_filters = any({TOP_K, TOP_P, MIN_P} & columns.keys() for columns in kinds)
         for row in range(self.num_rows):
             columns = {TEMPERATURE: 1.0, TOP_P: 1.0, REPETITION: 1.0} | kinds[row % len(kinds)]
             for column, value in columns.items():
@@ -336,7 +337,8 @@ class Sampling:
         def call(i: int) -> Tensor:
             rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
             found = _tile_stats_triton(rows, **(stats or {}))
-            return draw(rows, *found, _threshold_triton(rows, *found, **(filters or {})))[1]
+            limit = _threshold_triton(rows, *found, **(filters or {})) if self.has_filters else None
+            return draw(rows, *found, limit)[1]
 
         return call
 
@@ -344,16 +346,16 @@ class Sampling:
         """Each kernel on what the one before it leaves."""
         rows = RowLogits(self.logits[0], self.rows, self.rows, self.state)
         stats = tile_stats(rows)
-        limit = threshold(rows, *stats)
+        limit = threshold(rows, *stats) if self.has_filters else None
 
         def on(i: int) -> RowLogits:
             return replace(rows, logits_SV=self.logits[i])
 
-        return {
+        calls: dict[str, Call] = {
             "tile_stats": lambda i: tile_stats(on(i)),
-            "threshold": lambda i: threshold(on(i), *stats),
             "draw": lambda i: draw(on(i), *stats, limit),
         }
+        return calls | ({"threshold": lambda i: threshold(on(i), *stats)} if self.has_filters else {})
 
     def case(self, calls: dict[str, Call]) -> Case:
         return Case(f"sample {self.num_rows} rows, {self.name}", self.num_bytes, 0, len(self.logits), calls)
@@ -424,12 +426,12 @@ def sampling_variants() -> Iterator[Case]:
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         inputs_ = Sampling(256, name)
-        options = itertools.product([(32, 8), (64, 16), (32, 16)], [32, 64], [16, 32, 64])
+        options = itertools.product([(32, 8), (64, 16)], [32, 64], [16, 32], [8, 16, 38])
         calls = {
-            f"c{chunk} w{warps} s{sampled} t{tiles}": inputs_.ours(
-                filters={"chunk": chunk, "num_warps": warps, "sampled": sampled, "tiles": tiles}
+            f"c{chunk} w{warps} s{sampled} t{tiles} p{parts}": inputs_.ours(
+                filters={"chunk": chunk, "num_warps": warps, "sampled": sampled, "tiles": tiles, "parts": parts}
             )
-            for (chunk, warps), sampled, tiles in options
+            for (chunk, warps), sampled, tiles, parts in options
         }
         yield inputs_.case(calls | {"default": inputs_.ours()})
 

@@ -4,7 +4,8 @@
 
 Every request arrives at once on an idle engine, with a prompt of its own, so no prefix is cached. TTFT is the time that
 `generate` takes for one token, TPOT the rest of the time for --output-len tokens over the tokens that follow the first;
-medians of --repeats. GPU idle is 1 - (time of the step's CUDA graphs replayed back to back, halfway) / TPOT.
+medians of --repeats (TTFT of one request: of 5 at least). GPU idle is 1 - (time of the step's CUDA graphs replayed back
+to back, halfway) / TPOT.
 """
 
 import argparse

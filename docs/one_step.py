@@ -53,7 +53,7 @@ KERNELS = {
     tp_group: ["rms_norm", "add_rms_norm"],
     attention: ["qkv_to_cache", "paged_attention"],
     linear: ["silu_mul"],
-    sampler: ["tile_stats", "threshold", "draw"],
+    sampler: ["tile_stats", "draw"],
 }
 
 
@@ -258,8 +258,8 @@ def make_boxes() -> dict[str, list[object]]:
         "first plan": plan_lines(first.plan),
         "first batch": first_batch,
         "first layer": [*before, *layers[0]],
-        "head": after[:-3],
-        "sampling": after[-3:],
+        "head": after[:-2],
+        "sampling": after[-2:],
         "second plan": plan_lines(second.plan),
         "second batch": second_batch,
         "output": [

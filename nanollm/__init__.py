@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from nanollm.config import EngineConfig
     from nanollm.llm import LLM
     from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from nanollm.runtime.executor import EngineDeadError
+    from nanollm.runtime.channel import EngineDeadError
     from nanollm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ _HOMES = {
     "AsyncLLMEngine": "nanollm.async_engine",
     "CompletionOutput": "nanollm.outputs",
     "EngineConfig": "nanollm.config",
-    "EngineDeadError": "nanollm.runtime.executor",
+    "EngineDeadError": "nanollm.runtime.channel",
     "QueueFullError": "nanollm.async_engine",
     "RequestMetrics": "nanollm.outputs",
     "RequestOutput": "nanollm.outputs",

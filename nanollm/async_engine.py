@@ -35,12 +35,9 @@ from nanollm.engine.engine_process import (
     serve,
 )
 from nanollm.engine.sequence import check_token_ids
-from nanollm.llm import find_engine, start_engine
-from nanollm.models.source import ModelSource, resolve_model
 from nanollm.outputs import RequestOutput
 from nanollm.runtime import channel
-from nanollm.runtime.channel import Kind, Link, LinkClosedError
-from nanollm.runtime.ranks import EngineDeadError
+from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.output_processor import OutputProcessor
 from nanollm.text.prompts import Prompt, default_params, prepare_prompt
@@ -48,6 +45,8 @@ from nanollm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanollm.models.source import ModelSource
 
 CLOSED = "this engine was closed: make a new AsyncLLMEngine"
 _BUFFER_BYTES = 4 << 20  # between the processes, so that a busy client never holds up a step
@@ -73,12 +72,12 @@ class _Mailbox:
             self.waiter.set_result(None)
 
     async def take(self) -> dict[int, RequestOutput]:
-        """Wait for outputs; the error, if that came first."""
-        while not self.outputs:
-            if self.error is not None:
-                raise self.error
+        """Wait for outputs. Raises the error once there is one: then not everything that was asked for will come."""
+        while self.error is None and not self.outputs:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
+        if self.error is not None:
+            raise self.error
         outputs, self.outputs = self.outputs, {}
         return outputs
 
@@ -115,6 +114,7 @@ class AsyncLLMEngine:
         self._ids: set[str] = set()  # external ones, of requests that are not finished
         self._num_unfinished = 0  # continuations
         self._next_id = 0
+        self._deliverer: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the engine process and load the model. Raises as LLM's constructor does."""
@@ -144,6 +144,8 @@ class AsyncLLMEngine:
         self._die(CLOSED)
         self._writer.close()
         await asyncio.to_thread(_end, self._process)
+        if self._deliverer is not None:
+            await self._deliverer
         self.text_thread.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLMEngine":
@@ -208,7 +210,9 @@ class AsyncLLMEngine:
         """As LLM.get_default_sampling_params."""
         return default_params(self.generation_config)
 
-    def _load_text(self) -> ModelSource:
+    def _load_text(self) -> "ModelSource":
+        from nanollm.models.source import resolve_model  # torch takes seconds, in which the other process starts
+
         config = self.config
         source = resolve_model(
             config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
@@ -347,6 +351,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def engine_main(descriptor: int) -> None:
     """The main function of the engine process; its socket has this file descriptor."""
+    from nanollm.llm import find_engine, start_engine
+
     # Ctrl-C and `kill` may reach the whole group: the client decides what they mean, and leaving is by its hangup.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

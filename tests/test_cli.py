@@ -26,6 +26,12 @@ class FakeLLM:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.calls.update(model=model, kwargs=kwargs)
 
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.calls["closed"] = True
+
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         return "|".join(f"{message['role']}:{message['content']}" for message in messages)
 
@@ -76,6 +82,7 @@ def test_flags_reach_the_engine_and_unset_ones_do_not(llm: type[FakeLLM]) -> Non
 def test_prompts_are_chat_messages_unless_raw(llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["generate", "hi", "--model", "m", "--system", "Be brief."])
     assert llm.calls["prompts"] == [{"prompt_token_ids": list(b"system:Be brief.|user:hi")}]
+    assert llm.calls["closed"]
     main(["generate", "hi", "--model", "m", "--raw"])
     assert llm.calls["prompts"] == ["hi"]
     monkeypatch.setattr(llm, "tokenizer", SimpleNamespace(chat_template=None))
@@ -103,6 +110,11 @@ def test_a_bug_keeps_its_traceback(llm: type[FakeLLM]) -> None:
 def test_a_bad_flag_value_is_an_error(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hi", "--model", "m", "--temperature", "-1"]) == 2
     assert capsys.readouterr().err == "error: temperature must be a finite number from 0 to 100, got -1.0\n"
+
+
+def test_a_system_message_without_a_chat_is_refused(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--model", "m", "--raw", "--system", "Be brief."]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_default_model_that_is_not_installed(

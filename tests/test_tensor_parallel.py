@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from nanollm import LLM, SamplingParams
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.text.tokenizer import load_tokenizer
-from tests.conftest import hf_greedy, random_prompt
+from tests.conftest import assert_sure_tokens_agree, random_prompt
 from tests.distributed import lockstep
 from tests.distributed.on_ranks import on_ranks
 
@@ -123,24 +121,6 @@ def test_four_and_eight_ranks(tiny: Any, size: int, num_kv_heads: int, vocab_siz
     assert outputs == [model.greedy(prompt, 4) for prompt in PROMPTS[:2]]
 
 
-@pytest.fixture(scope="module")
-def smollm2_says(smollm2_path: Path) -> dict[str, Any]:
-    """What transformers makes of SmolLM2 in float32: greedy tokens, and logits at every position of 32 texts."""
-    tokenizer = load_tokenizer(smollm2_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    ).eval()
-    questions = ["What is the capital of France?", "Write a short poem about the sea."]
-    asked = [
-        tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n") for question in questions
-    ]
-    text = tokenizer.encode((Path(__file__).parent.parent / "LICENSE").read_text())
-    texts = [text[64 * i : 64 * i + 64] for i in range(32)]
-    with torch.inference_mode():
-        logits = torch.cat([model(torch.tensor(texts[i : i + 8])).logits.flatten(0, 1) for i in range(0, 32, 8)])
-    return {"asked": asked, "answers": [hf_greedy(model, ids, 64) for ids in asked], "texts": texts, "logits": logits}
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_smollm2_writes_the_greedy_tokens_of_transformers(
     smollm2_path: Path, smollm2_says: dict[str, Any], size: int
@@ -154,12 +134,6 @@ def test_smollm2_writes_the_greedy_tokens_of_transformers(
 def test_smollm2_in_bfloat16_prefers_the_same_token_wherever_float32_is_sure(
     smollm2_path: Path, smollm2_says: dict[str, Any], size: int
 ) -> None:
-    """Sure: the gap of its top two exceeds 6 × the RMS error of the logits."""
     with LLM(str(smollm2_path), tensor_parallel_size=size, num_kv_blocks=256, device="cpu", dtype="bfloat16") as llm:
         ours = torch.cat(llm.compute_logits(smollm2_says["texts"]))
-    exact = smollm2_says["logits"]
-    rms_error = (ours - exact).square().mean().sqrt()
-    first, second = exact.topk(2).values.unbind(-1)
-    sure = first - second > 6 * rms_error
-    assert sure.float().mean() > 0.3, f"RMS error {rms_error}"
-    assert torch.equal(ours.argmax(-1)[sure], exact.argmax(-1)[sure])
+    assert_sure_tokens_agree(ours, smollm2_says["logits"])

@@ -36,13 +36,13 @@ class Limits:
 
     @staticmethod
     def of(num_ranks: int) -> "Limits":
-        """Two ranks send the same bytes either way, so one shot is best; more ranks send fewer in two."""
+        """As bench/all_reduce.py measured on two H200; for more ranks, which send fewer bytes in two shots, guesses."""
         return next((limits for most, limits in _LIMITS.items() if num_ranks <= most), _LIMITS[8])
 
 
 # By the number of ranks: the first that is not below it.
 _LIMITS = {
-    2: Limits(256 * _MIB, 256 * _MIB),
+    2: Limits(2 * _MIB, 256 * _MIB),
     4: Limits(_MIB // 2, 256 * _MIB),
     8: Limits(_MIB // 4, 256 * _MIB),
 }
@@ -51,7 +51,8 @@ _LIMITS = {
 class PeerCollectives:
     """What ranks do through each other's memory, inside CUDA graphs too. Every rank gets the same bits.
 
-    memory: this rank's buffers. kept: what must live as long as the peers' memory is mapped here.
+    peers: all ranks' buffers as this rank's kernels see them. abort_word: int32 [1], pinned; not zero ends all waits.
+    kept: what must live as long as the peers' memory is mapped here.
     limits: which way for which size.
     """
 
@@ -106,15 +107,23 @@ def connect_peers(
     why = why or _unreachable(device, rank, hosts, uuids)
     if any(failed for (failed,) in everyones(bool(why))):
         return why or "another rank can't reach its peers"
+    memory: Tensor | None = None
     found: PeerCollectives | None = None
     try:
-        found = _map_memory(rank, size, device, group, share=uuids.count(uuids[rank]))
-    except (RuntimeError, AttributeError, TypeError) as error:  # of a PyTorch that does it in another way
-        why = str(error).splitlines()[0]
+        memory = _allocate(device)
+    except _NOT_HERE as error:
+        why = _reason(error)
+    if any(failed for (failed,) in everyones(memory is None)):
+        return why or "another rank has no memory to share"
+    assert memory is not None
+    try:
+        found = _map_memory(memory, rank, size, group, share=uuids.count(uuids[rank]))
+    except _NOT_HERE as error:
+        why = _reason(error)
     if any(failed for (failed,) in everyones(found is None)):
         return why or "another rank could not map its peers' memory"
     assert found is not None
-    if is_gloo:
+    if is_gloo:  # which CUDA graphs can't record, so nothing is left to it
         found.limits = Limits(found.limits.one_shot, 2**62)
     return found
 
@@ -140,21 +149,32 @@ def _unreachable(device: torch.device, rank: int, hosts: tuple[int, ...], uuids:
     visible = {_hash(_uuid(torch.device("cuda", i))): i for i in range(torch.cuda.device_count())}
     for other, uuid in enumerate(uuids):
         if uuid not in visible:
-            return f"GPU {rank} does not see GPU {other}: make all visible to all ranks"
+            return f"rank {rank} does not see the GPU of rank {other}: give all ranks the same CUDA_VISIBLE_DEVICES"
         index = visible[uuid]
         if index != device.index and not torch.cuda.can_device_access_peer(device, torch.device("cuda", index)):
-            return f"GPU {rank} has no peer access to GPU {other}"
+            return f"the GPU of rank {rank} has no peer access to that of rank {other}"
     return ""
 
 
-def _map_memory(rank: int, size: int, device: torch.device, group: dist.ProcessGroup, share: int) -> PeerCollectives:
+_NOT_HERE = (RuntimeError, AttributeError, TypeError)  # also of a PyTorch that does it in another way
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _allocate(device: torch.device) -> Tensor:
     # A GPU's multicast objects outlive a crash badly, and nothing here needs them: torch must not make one.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     symmetric = torch._C._distributed_c10d._SymmetricMemory
-    nbytes = BUFFERS * _BUFFER_BYTES
-    memory = symmetric.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    memory: Tensor = symmetric.empty_strided_p2p((BUFFERS * _BUFFER_BYTES,), (1,), torch.uint8, device)
     empty_buffers(memory)
     torch.cuda.synchronize(device)  # before any peer can write
+    return memory
+
+
+def _map_memory(memory: Tensor, rank: int, size: int, group: dist.ProcessGroup, share: int) -> PeerCollectives:
+    symmetric = torch._C._distributed_c10d._SymmetricMemory
     store = _OwnNumbers(dist.distributed_c10d._get_process_group_store(group))
     name, meeting = f"nanollm-peers{next(_names)}", dist.ProcessGroup(store, rank, size)
     # Where PyTorch 2.11 finds the store, and where 2.10 does.
@@ -162,7 +182,7 @@ def _map_memory(rank: int, size: int, device: torch.device, group: dist.ProcessG
     symmetric.set_group_info(name, rank, size, store)
     handle = symmetric.rendezvous(memory, name)
     abort_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    peers = PeerMemory.of(rank, handle.buffer_ptrs, abort_word, nbytes, device, share)
+    peers = PeerMemory.of(rank, handle.buffer_ptrs, abort_word, memory.nbytes, memory.device, share)
     return PeerCollectives(peers, abort_word, (memory, handle, store, meeting), Limits.of(size))
 
 

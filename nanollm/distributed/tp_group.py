@@ -80,7 +80,7 @@ class TPGroup:
 
     @property
     def capturable(self) -> bool:
-        """Whether CUDA graphs can record these collectives: they must run on the GPU alone."""
+        """Whether CUDA graphs record all_reduce, all_reduce_norm and best_of_ranks; they must run on the GPU."""
         return not self.is_gloo or isinstance(self.peers, PeerCollectives)
 
     def describe(self) -> str:
@@ -94,9 +94,10 @@ class TPGroup:
     def all_reduce_norm(
         self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(total) * weight, total) for total = residual + the sum over ranks of x; may overwrite x.
+        """(rms_norm(total) * weight, total) for total = residual + the sum over ranks of x.
 
-        One kernel through the peers' memory, where that works; the sum is then rounded only after the residual's part.
+        May overwrite x and the residual: go on with what is returned. Through the peers' memory, where that works, it
+        is one kernel, and the sum is rounded only after the residual's part.
         """
         if isinstance(self.peers, PeerCollectives) and self.peers.takes(x_TD):
             return self.peers.all_reduce(x_TD, residual_TD, weight_D, eps)
@@ -158,13 +159,13 @@ class TPGroup:
         """Undo join. abort: peers may be gone, so running collectives are cut off instead of waited for."""
         if abort:
             self.abort_waits()
-        if isinstance(self.peers, PeerCollectives):
-            self.peers.close()
-            self.peers = "this rank has left"
         if self._group is not None and dist.is_initialized():
             aborts = abort and not self.is_gloo
             end = dist.distributed_c10d._abort_process_group if aborts else dist.destroy_process_group
             end(None if self._owns_world else self._group)  # None is all groups there are
+        if isinstance(self.peers, PeerCollectives):  # which waits for the GPU, so after NCCL was cut off
+            self.peers.close()
+            self.peers = "this rank has left"
         self._group, self._owns_world = None, False
 
     def _finish(self, work: "dist.Work | None") -> None:

@@ -118,25 +118,27 @@ class Scheduler:
         """
         draft = _Draft()
         chunked = []
+        block_size = self.block_manager.block_size
         for seq in list(self.running.values()):
             if seq.row < 0:  # preempted by an older one in this very loop
                 continue
-            if seq.num_computed_tokens == seq.num_tokens - 1:
-                if seq.num_tokens < seq.max_tokens_total and self._make_room(seq):
-                    self._take(draft, seq, 1)
-            elif seq.num_computed_tokens < seq.num_tokens:
+            num_tokens = len(seq.token_ids) + seq.num_pending
+            if seq.num_computed_tokens == num_tokens - 1:
+                if num_tokens < seq.max_tokens_total and (
+                    num_tokens <= len(seq.block_ids) * block_size or self._make_room(seq)
+                ):
+                    draft.sequences.append(seq)
+            elif seq.num_computed_tokens < num_tokens:
                 chunked.append(seq)
+        draft.num_tokens = len(draft.sequences)
+        draft.num_new = [1] * draft.num_tokens
         for seq in chunked:
             self._take_chunk(draft, seq)
         while draft.num_tokens < self.token_budget and self._free_rows and (admitted := self._admit()) is not None:
             self._take_chunk(draft, admitted)
         if not draft.sequences:
             return None
-        step = self._plan(draft)
-        for seq in step.sequences:
-            self.block_manager.commit(seq)
-            if seq.metrics.first_scheduled_time is None:
-                seq.metrics.first_scheduled_time = now
+        step = self._plan(draft, now)
         self._num_steps += 1
         self._num_in_flight += 1
         return step
@@ -146,6 +148,51 @@ class Scheduler:
         self._num_in_flight -= 1
         for seq in step.sequences:
             seq.in_flight -= 1
+        if result.logprobs or step.logit_spans:
+            self._take_logits(step, result)
+        outputs = []
+        ended: list[Sequence] = []
+        commit, block_size = self.block_manager.commit, self.block_manager.block_size
+        for seq, token_id in zip(step.sampled, result.token_ids, strict=True):
+            if seq.finish_reason is not None:  # found finished, or aborted, one step late: a surplus token
+                seq.num_pending -= 1
+                continue
+            seq.append(token_id)
+            # A block may be full now that this token is known, or was so when the last one was.
+            if len(seq.token_ids) % block_size <= 1:
+                commit(seq)
+            metrics = seq.metrics
+            metrics.num_tokens = len(seq.token_ids) - seq.num_prompt_tokens
+            if first := metrics.first_token_time is None:
+                metrics.first_token_time = now
+            if seq.finish_reason is not None:
+                metrics.finished_time = now
+                ended.append(seq)
+            new_token_ids = [token_id] if token_id >= 0 else []
+            outputs.append(
+                EngineOutput(
+                    seq.request_id,
+                    new_token_ids,
+                    seq.finish_reason,
+                    seq.stop_reason,
+                    seq.num_cached_tokens,
+                    metrics,
+                    seq.logits,
+                    seq.logprobs if new_token_ids else [],
+                    seq.prompt_logprobs if first else [],
+                )
+            )
+        self.num_tokens_out += len(outputs) - sum(seq.finish_reason == "error" for seq in ended)
+        for seq in ended:
+            self._leave(seq)
+        if self._leaving:
+            for seq in step.sequences:
+                if seq.finish_reason is not None and not seq.in_flight:
+                    self._release(seq)
+        return outputs
+
+    def _take_logits(self, step: Step, result: StepResult) -> None:
+        """Give the sequences the logits and log probabilities that they asked for."""
         logprobs = iter(result.logprobs)
         for seq in step.sampled:
             if seq.num_logprobs >= 0:
@@ -159,39 +206,6 @@ class Scheduler:
                 start += count
             else:
                 seq.prompt_logprobs.extend(islice(logprobs, count))
-        outputs = []
-        for seq, token_id in zip(step.sampled, result.token_ids, strict=True):
-            if seq.finish_reason is not None:  # found finished, or aborted, one step late: a surplus token
-                seq.num_pending -= 1
-                continue
-            seq.append(token_id)
-            self.block_manager.commit(seq)
-            new_token_ids = seq.token_ids[-1:].tolist() if seq.finish_reason != "error" else []
-            self.num_tokens_out += len(new_token_ids)
-            seq.metrics.num_tokens = seq.num_output_tokens
-            first = seq.metrics.first_token_time is None
-            if first:
-                seq.metrics.first_token_time = now
-            if seq.finish_reason is not None:
-                seq.metrics.finished_time = now
-                self._leave(seq)
-            outputs.append(
-                EngineOutput(
-                    seq.request_id,
-                    new_token_ids,
-                    seq.finish_reason,
-                    seq.stop_reason,
-                    seq.num_cached_tokens,
-                    seq.metrics,
-                    seq.logits,
-                    seq.logprobs if new_token_ids else [],
-                    seq.prompt_logprobs if first else [],
-                )
-            )
-        for seq in step.sequences:
-            if seq.finish_reason is not None and not seq.in_flight:
-                self._release(seq)
-        return outputs
 
     def reset(self) -> None:
         """Drop every request and every cached prefix, as after a failed step: all state is made anew, so it doesn't
@@ -275,7 +289,6 @@ class Scheduler:
         room = min(self.chunk_limit, self.token_budget - draft.num_tokens)
         if seq.needs_whole_prompt:  # no more rows of logits than sampling takes: that much memory was set aside
             room = min(room, self._num_rows - draft.num_prompt_logits)
-            draft.num_prompt_logits += max(min(room, seq.num_tokens - seq.num_computed_tokens), 0)
         if room > 0:
             self._take(draft, seq, min(seq.num_tokens - seq.num_computed_tokens, room))
 
@@ -283,9 +296,12 @@ class Scheduler:
         draft.sequences.append(seq)
         draft.num_new.append(num_new)
         draft.num_tokens += num_new
+        if seq.needs_whole_prompt:
+            draft.num_prompt_logits += num_new
 
-    def _plan(self, draft: _Draft) -> Step:
+    def _plan(self, draft: _Draft, now: float) -> Step:
         """Turn the draft into arrays and advance the sequences by what it computes."""
+        block_size = self.block_manager.block_size
         host_tokens: list[int] = []
         on_device, computed, sampled, sampled_at = [], [], [], []
         appends: list[tuple[int, int, int]] = []
@@ -301,17 +317,29 @@ class Scheduler:
             end += num_new
             computed.append(start)
             on_device.append(int(seq.token_on_device))
-            if not seq.token_on_device:
-                host_tokens.extend(seq.token_ids[start : start + num_new])
-            if seq.num_sent_blocks == 0:
-                started.append(seq)
             if len(seq.block_ids) > seq.num_sent_blocks:
+                if seq.num_sent_blocks == 0:
+                    started.append(seq)
+                    if seq.metrics.first_scheduled_time is None:
+                        seq.metrics.first_scheduled_time = now
                 new_blocks = seq.block_ids[seq.num_sent_blocks :]
                 appends.append((seq.row, seq.num_sent_blocks, len(new_blocks)))
                 append_blocks.extend(new_blocks)
                 seq.num_sent_blocks = len(seq.block_ids)
             seq.num_computed_tokens = start + num_new
             seq.in_flight += 1
+            if (
+                seq.token_on_device and not seq.all_logits
+            ):  # most rows of most steps: nothing below but this concerns them
+                sampled.append(seq)
+                sampled_at.append(end - 1)
+                seq.num_pending += 1
+                if not (start + 1) % block_size:
+                    self.block_manager.commit(seq)
+                continue
+            self.block_manager.commit(seq)
+            if not seq.token_on_device:
+                host_tokens.extend(seq.token_ids[start : start + num_new])
             if seq.needs_whole_prompt:
                 count = num_new if seq.all_logits else min(num_new, seq.num_prompt_tokens - 1 - start)
                 if count > 0:
@@ -326,10 +354,12 @@ class Scheduler:
                 seq.token_on_device = True
         num_logprobs = [seq.num_logprobs for seq in sampled] + num_logprobs
         rules = [row_rules(seq) for seq in started]
+        row_ids_B = _int32([seq.row for seq in draft.sequences])
+        all_sample = len(sampled) == len(draft.sequences)
         rows, starts, counts = zip(*appends, strict=True) if appends else ((), (), ())
         plan = StepPlan(
             step=self._num_steps,
-            row_ids_B=_int32([seq.row for seq in draft.sequences]),
+            row_ids_B=row_ids_B,
             num_new_B=_int32(draft.num_new),
             num_computed_B=_int32(computed),
             on_device_B=_int32(on_device),
@@ -339,7 +369,7 @@ class Scheduler:
             append_counts=_int32(counts),
             append_blocks=_int32(append_blocks),
             logit_rows_L=_int32(sampled_at + span_positions),
-            sampled_rows_S=_int32([seq.row for seq in sampled]),
+            sampled_rows_S=row_ids_B if all_sample else _int32([seq.row for seq in sampled]),
             params_rows=_int32([seq.row for seq in started]),
             params=_int32([word for pair in zip(started, rules, strict=True) for word in pack_params(*pair)]),
             rules=_int32([word for row in rules if row is not None for word in row.pack()]),

@@ -22,8 +22,11 @@ def paged_attention(
     """Each row's queries are the last of its context_lens_B tokens and see those before them; returns [T, N, H].
 
     k_cache, v_cache: [blocks, block_size, K, H], the step's own tokens already written. block_tables_BM: block of each
-    block_size tokens of a row. decode_lens_C, query_starts_B1: as in StepBatch; the first C rows' queries are the first
-    C of q_TNH, as far as they decode. Lengths and tables are int32. Softmax scale: H ** -0.5.
+    block_size tokens of a row. Lengths and tables are int32. Softmax scale: H ** -0.5.
+    decode_lens_C: context lengths of the first C rows, 0 for those that don't decode; who does has one query, and these
+    are the first in q_TNH. None if no row decodes.
+    query_starts_B1: where each other row's queries start in q_TNH, and the end; rows that decode have none there. None
+    if all decode. What tokens of no row get is undefined.
     decode, prefill: what computes the rows of one query, and the others; arguments as in decode_attention and
     prefill_attention.
     """

@@ -30,7 +30,7 @@ def decode_attention_reference(
     context_lens_B: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The definition: all rows at once, padded to the longest context."""
+    """The definition: all rows at once, padded to the longest context; arguments as in decode_attention."""
     context_lens = context_lens_B.tolist()
     shortest, longest = min(context_lens), max(context_lens)
     num_blocks = -(-longest // k_cache.shape[1])

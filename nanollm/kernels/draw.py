@@ -37,10 +37,13 @@ _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
 _LARGEST = tl.constexpr(LARGEST)
 
 
-def draw_reference(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor) -> tuple[Tensor, Tensor]:
+def draw_reference(
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The definition; arguments as in draw. Every tile's mass is summed anew, over the tokens that may be drawn."""
     x_SNT = in_tiles(rows.processed().logits_SV)
-    x_SNT = x_SNT.where(x_SNT >= threshold_S[:, None, None], float("-inf"))
+    if threshold_S is not None:
+        x_SNT = x_SNT.where(x_SNT >= threshold_S[:, None, None], float("-inf"))
     temperature_S, greedy_S = rows.floats(TEMPERATURE), rows.floats(TEMPERATURE) == 0
     scale_S1 = temperature_S.where(~greedy_S, 1.0)[:, None]
     seed_S = rows.ints(SEED_HIGH) << 32 | rows.ints(SEED_LOW) & 0xFFFFFFFF
@@ -82,6 +85,7 @@ def _draw_kernel(
     row_stride,
     num_tiles,
     first_id,
+    HAS_THRESHOLD: tl.constexpr,
     HAS_RULES: tl.constexpr,
     ALL_TILES: tl.constexpr,
     PDL: tl.constexpr,
@@ -98,7 +102,7 @@ def _draw_kernel(
     temperature = float_param(params_RP, row, _TEMPERATURE)
     seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
     choice = int_param(params_RP, row, _CHOICE)
-    threshold = tl.load(threshold_S + s)
+    threshold = tl.load(threshold_S + s) if HAS_THRESHOLD else float("-inf")
     within = tl.arange(0, TILE_SIZE)
     ruled = has_rules(params_RP, row, HAS_RULES)
     logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
@@ -112,7 +116,7 @@ def _draw_kernel(
         bound = (top - finite_peak) / temperature + tl.log(mass) + noise
         bound = tl.where((top >= threshold) & (mass > 0), bound, float("-inf"))
         best, tile = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
-        if threshold > float("-inf"):
+        if HAS_THRESHOLD and threshold > float("-inf"):
             highest, candidate = best, tile
             best, tile = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
             while (highest > float("-inf")) & (highest >= best):
@@ -139,7 +143,7 @@ def _draw_kernel(
     tl.store(id_S + s, tl.where(nothing, -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
 
 
-def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
@@ -150,7 +154,7 @@ def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: 
             id_S,
             max_SN,
             mass_SN,
-            threshold_S,
+            max_SN if threshold_S is None else threshold_S,
             rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV,
             rows.logits_SV,
             rows.rows_S,
@@ -160,6 +164,7 @@ def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: 
             rows.logits_SV.stride(0),
             num_tiles,
             rows.first_id,
+            HAS_THRESHOLD=threshold_S is not None,
             HAS_RULES=rows.has_rules,
             ALL_TILES=max(power_of_2(num_tiles), TILE),
             num_warps=4,
@@ -168,12 +173,13 @@ def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: 
     return value_S, id_S
 
 
-def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor) -> tuple[Tensor, Tensor]:
+def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """This rank's candidate: (value float64 [S], token id int64 [S]).
 
     max_SN, mass_SN: of tile_stats, of the same rows. threshold_S: float32; only tokens whose logit (with the rules
-    applied) is at least this are drawn, -inf for all of them. At temperature 0 it is the largest logit, the lowest id
-    of equals, and its value is the logit. Values of different shards compare; of equals the lower tile wins.
+    applied) is at least this are drawn; -inf, or None for all rows, is no limit. At temperature 0 it is the largest
+    logit, the lowest id of equals, and its value is the logit. Values of different shards compare; of equals the lower
+    tile wins.
     A row whose logits are all -inf has value -inf and id -1.
     On a GPU a tile is read only if it may win: a program a row, that reads [tiles] numbers and few tiles of logits.
     """

@@ -54,14 +54,32 @@ class Flash:
         return out.copy_(torch.where((context_lens_B > 0)[:, None, None], out_BNH, out))
 
 
-def _version_3(function: Any, q, k_cache, v_cache, tables, starts, lens, longest):  # type: ignore[no-untyped-def]
+def _version_3(
+    function: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    longest: int,
+) -> Any:
     return function(
         q, k_cache, v_cache, cache_seqlens=lens, page_table=tables, cu_seqlens_q=starts, max_seqlen_q=longest,
         causal=True,
     )  # fmt: skip
 
 
-def _inside_vllm(function: Any, q, k_cache, v_cache, tables, starts, lens, longest):  # type: ignore[no-untyped-def]
+def _inside_vllm(
+    function: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    longest: int,
+) -> Any:
     longest_k = tables.shape[1] * k_cache.shape[1]
     return function(
         q, k_cache, v_cache, cu_seqlens_q=starts, max_seqlen_q=longest, seqused_k=lens, max_seqlen_k=longest_k,
@@ -69,14 +87,32 @@ def _inside_vllm(function: Any, q, k_cache, v_cache, tables, starts, lens, longe
     )  # fmt: skip
 
 
-def _version_4(function: Any, q, k_cache, v_cache, tables, starts, lens, longest):  # type: ignore[no-untyped-def]
+def _version_4(
+    function: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    longest: int,
+) -> Any:
     found = function(
         q, k_cache, v_cache, cu_seqlens_q=starts, seqused_k=lens, max_seqlen_q=longest, page_table=tables, causal=True
     )
     return found[0] if isinstance(found, tuple) else found
 
 
-def _version_2(function: Any, q, k_cache, v_cache, tables, starts, lens, longest):  # type: ignore[no-untyped-def]
+def _version_2(
+    function: Any,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    longest: int,
+) -> Any:
     if k_cache.shape[1] % 256:
         raise ValueError(f"FlashAttention 2 needs blocks of a multiple of 256 tokens, not {k_cache.shape[1]}")
     return function(
@@ -95,18 +131,27 @@ _KINDS: list[tuple[int, str, str, Attend]] = [
 
 
 def find_flash(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    any_version: bool = True,
 ) -> tuple[Flash | None, str]:
-    """The first version that is installed and right on this device, and in one sentence why others were not taken."""
+    """The first version that is installed and right on this device, and in one sentence why others were not taken.
+
+    any_version: False looks for the first of them only, FlashAttention 3 in a package of its own.
+    """
     reasons = []
-    for version, module, name, attend in _KINDS:
+    for version, module, name, attend in _KINDS if any_version else _KINDS[:1]:
         try:
             flash = Flash(version, partial(attend, getattr(importlib.import_module(module), name)))
             _check(flash, num_heads, num_kv_heads, head_dim, block_size, dtype, device)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(
-                error.name
-            ):  # it is there, but something that it needs isn't
+            # It is there, but something that it needs isn't.
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 reasons.append(f"{module}: {error}")
         except Exception as error:  # whatever a broken or foreign build raises
             reasons.append(f"{module}: {type(error).__name__}: {error}".splitlines()[0])
@@ -116,7 +161,13 @@ def find_flash(
 
 
 def _check(
-    flash: Flash, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: Any
+    flash: Flash,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """RuntimeError if it computes something else than the definition does."""
     random = torch.Generator(device).manual_seed(0)

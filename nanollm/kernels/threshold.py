@@ -11,8 +11,8 @@ mass. One program a row searches for it in a bracket of float32 bit patterns, wh
 each pass over the logits sums what is above the bracket, spreads what is inside over 2,048 bins, and the answer
 lies in one bin. Two or three passes are enough for any float32 values, and one if the bracket holds few values of
 a 16-bit type. A pass looks only at tiles whose largest logit reaches the bracket, and the search starts from a good
-bracket: there are k tokens at or above the k-th largest of the tiles' maxima; for top_p, a sample of the tiles says
-about where. A first pass that is long all the same is made by many programs a row, between two runs of the search.
+bracket: if the tiles' maxima are enough by themselves, it begins there; else a sample of the tiles says where to look.
+A first pass that is long all the same is made by many programs a row, between two runs of the search.
 Sums in bins are integers, so their order doesn't matter and a row is cut at the same place every time.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -223,18 +223,6 @@ def _threshold_kernel(
                 if (top_k > 0) & (top_k < size):
                     phase = tl.full((), _COUNTING, tl.int32)
                     target = top_k.to(tl.float64)
-                    if top_k <= num_tiles:
-                        # The upper 16 bits of the k-th largest maximum, rounded down.
-                        kth = tl.full((), -(2**31), tl.int32)
-                        step = tl.full((), 1 << 30, tl.int32)
-                        if tl.sum((top_keys >= 0).to(tl.int32), 0) >= top_k:
-                            kth = tl.full((), 0, tl.int32)
-                        while step >= 1 << 16:
-                            if tl.sum((top_keys >= kth + step).to(tl.int32), 0) >= top_k:
-                                kth += step
-                            step = step >> 1
-                        low = tl.maximum(low, kth)
-                        guess = tl.full((), 0, tl.int32)
                 from_key, to_key = low, high
             resumed = tl.full((), RESUMES, tl.int32)
 
@@ -243,7 +231,22 @@ def _threshold_kernel(
                 scale = tl.where(counting, 0.0, _LOG2_E / temperature)
                 num_wanted = tl.full((), 0, tl.int32)
                 if resumed == 0:
-                    # This pass looks at [from_key, to_key): the bracket, or a part that is likely to have the answer.
+                    floor = tl.where(counting, -_LARGEST, threshold)
+                    weight_of_top = tl.where(top >= floor, tl.exp2((top - peak) * scale), 0.0)
+                    maxima_do = tl.sum(weight_of_top, 0) >= target
+                    if (guess != 0) & (phase != _WEIGHING) & maxima_do:
+                        # At or above `bound` the maxima alone are enough. Its upper 16 bits, rounded down.
+                        bound = tl.full((), -(2**31), tl.int32)
+                        step = tl.full((), 1 << 30, tl.int32)
+                        if tl.sum(tl.where(top_keys >= 0, weight_of_top, 0.0), 0) >= target:
+                            bound = tl.full((), 0, tl.int32)
+                        while step >= 1 << 16:
+                            if tl.sum(tl.where(top_keys >= bound + step, weight_of_top, 0.0), 0) >= target:
+                                bound += step
+                            step = step >> 1
+                        low = tl.maximum(low, bound)
+                        guess = tl.full((), 0, tl.int32)
+                    # This pass looks at [from_key, to_key): the bracket, or a part that likely has the answer.
                     from_key, to_key = low, high
                     if phase == _WEIGHING:
                         to_key = low
@@ -252,7 +255,7 @@ def _threshold_kernel(
                         column = picked[:, None] * TILE_SIZE + within[None, :]
                         sample = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
                         weight = tl.exp2((sample - peak) * scale)
-                        weight = tl.where(sample >= tl.where(counting, -_LARGEST, threshold), weight, 0.0)
+                        weight = tl.where(sample >= floor, weight, 0.0)
                         # Of what is small a sample tells the mass best, and all but that is above the answer.
                         below = tl.where(counting, size + 0.0, total.to(tl.float32)) - target.to(tl.float32)
                         below = below * SAMPLED / num_tiles
@@ -355,8 +358,7 @@ def _long_pass_kernel(
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Last tiles first: of what tile_stats read, those are still in the cache.
-    s, first = tl.program_id(0).to(tl.int64), (tl.num_programs(1) - 1 - tl.program_id(1)) * TILES
+    s, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -368,14 +370,20 @@ def _long_pass_kernel(
         from_key, to_key = tl.load(state + _FROM).to(tl.int32), tl.load(state + _TO).to(tl.int32)
         peak = tl.load(state + _PEAK).to(tl.int32).to(tl.float32, bitcast=True)
         _, shift, units = _binning(from_key, to_key, peak, scale)
-        tile = first + tl.arange(0, TILES)
-        top = tl.load(max_SN + s * num_tiles + tile, mask=tile < num_tiles, other=float("-inf"))
-        column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-        mask = (column < size) & (_key(top) >= from_key)[:, None]
+        ruled = has_rules(params_RP, row, HAS_RULES)
         logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
-        x = load_logits(logits, scratch, column, mask, has_rules(params_RP, row, HAS_RULES), HAS_RULES)
-        larger = _sum_and_bin(x, bins_SB + s * _BINS, from_key, to_key, shift, units, peak, scale, COMPILED)
-        tl.atomic_add(state + _ABOVE, (tl.sum(larger) * float(1 << 40)).to(tl.int64), sem="relaxed")
+        above = tl.zeros((TILES,), tl.float32)
+        for first in range(part * TILES, num_tiles, num_parts * TILES):
+            # Last tiles first: of what tile_stats read, those are still in the cache.
+            tile = num_tiles - 1 - first - tl.arange(0, TILES)
+            top = tl.load(max_SN + s * num_tiles + tile, mask=tile >= 0, other=float("-inf"))
+            column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+            mask = (column < size) & (_key(top) >= from_key)[:, None] & (tile >= 0)[:, None]
+            x = load_logits(logits, scratch, column, mask, ruled, HAS_RULES)
+            above += tl.sum(
+                _sum_and_bin(x, bins_SB + s * _BINS, from_key, to_key, shift, units, peak, scale, COMPILED), 1
+            )
+        tl.atomic_add(state + _ABOVE, (tl.sum(above) * float(1 << 40)).to(tl.int64), sem="relaxed")
 
 
 def _threshold_triton(
@@ -385,6 +393,7 @@ def _threshold_triton(
     chunk: int = 32,
     sampled: int = 64,
     tiles: int = 32,
+    parts: int = 8,
     num_warps: int = 8,
 ) -> Tensor:
     num_rows, size = rows.logits_SV.shape
@@ -425,9 +434,7 @@ def _threshold_triton(
 
     if num_rows:
         search(resumes=False)
-        _long_pass_kernel[(num_rows, -(-num_tiles // tiles))](
-            state_SW, bins_SB, max_SN, *logits, TILES=tiles, num_warps=4, **common
-        )
+        _long_pass_kernel[(num_rows, parts)](state_SW, bins_SB, max_SN, *logits, TILES=tiles, num_warps=4, **common)
         search(resumes=True)
     return threshold_S
 

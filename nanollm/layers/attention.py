@@ -85,7 +85,8 @@ class Attention(nn.Module):
         return self.o_proj(out_TNH.flatten(1), residual_TD)
 
 
-# Which kernels are the fastest by GPU generation, as bench/kernels.py measured: (decode, prefill); others: ours.
+# Which kernels are the fastest by GPU generation, as bench/kernels.py measured: (decode, prefill); others: ours. Flash
+# is FlashAttention 3 there, so "auto" takes no other version.
 _FASTEST = {9: ("triton", "flash")}
 
 
@@ -94,7 +95,7 @@ def attention_backend(
 ) -> AttentionBackend:
     """The backend to use, of "auto", "triton", "flash" and "torch"; ValueError if what is wanted doesn't run here.
 
-    "flash" that is missing or broken is no error, but replaced; `why` says so.
+    On a GPU, "flash" that is missing, broken or not for this dtype is no error, but replaced by ours; `why` says so.
     """
     torch_backend = partial(
         AttentionBackend, "torch", decode=decode_attention_reference, prefill=prefill_attention_reference
@@ -109,9 +110,12 @@ def attention_backend(
     if wanted == "triton":
         return AttentionBackend("triton", "as asked for", **_OURS)
     decode, prefill = ("flash", "flash") if wanted == "flash" else _FASTEST.get(gpu(device).capability[0], ("", ""))
-    if "flash" not in (decode, prefill) or dtype == torch.float32:
+    if "flash" not in (decode, prefill):
         return AttentionBackend("triton", "ours", **_OURS)
-    flash, reason = find_flash(len(heads.heads), len(heads.kv_heads), head_dim, block_size, dtype, device)
+    if dtype == torch.float32:
+        return AttentionBackend("triton", "FlashAttention needs a 16-bit dtype", **_OURS)
+    shape = (len(heads.heads), len(heads.kv_heads), head_dim, block_size)
+    flash, reason = find_flash(*shape, dtype, device, any_version=wanted == "flash")
     if flash is None:
         return AttentionBackend("triton", f"no FlashAttention: {reason}", **_OURS)
     name = f"FlashAttention {flash.version}" if decode == prefill else f"triton and FlashAttention {flash.version}"

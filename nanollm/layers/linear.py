@@ -48,6 +48,8 @@ class ColumnParallelLinear(LinearBase):
         if x_TD is not None and hidden.pending_TD is None and self.suits_skinny(len(x_TD)):
             return skinny_matmul(x_TD, self.weight, norm_D, hidden.norm_eps, gated=gated), x_TD
         normed_TD, residual_TD = hidden.resolve(self.tp)
+        if self.suits_skinny(len(normed_TD)):
+            return skinny_matmul(normed_TD, self.weight, gated=gated), residual_TD
         y_r = F.linear(normed_TD, self.weight, self.bias)
         return silu_mul(y_r) if gated else y_r, residual_TD
 
@@ -105,8 +107,10 @@ class RowParallelLinear(LinearBase):
         self.unused_bias = bias and tp.rank != 0
 
     def forward(self, x_r: Tensor, residual_TD: Tensor) -> Hidden:
-        if self.tp.size == 1 and self.suits_skinny(len(x_r)):
-            return Hidden(skinny_matmul(x_r, self.weight, residual_MO=residual_TD), None)
+        if self.suits_skinny(len(x_r)):
+            if self.tp.size == 1:
+                return Hidden(skinny_matmul(x_r, self.weight, residual_MO=residual_TD), None)
+            return Hidden(residual_TD, skinny_matmul(x_r, self.weight))
         if self.tp.size == 1 and self.bias is None and x_r.is_cuda:  # the matmul adds to what is there at no cost
             return Hidden(residual_TD.addmm_(x_r, self.weight.t()), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))

@@ -64,7 +64,7 @@ class Sampler:
         """Returns (token ids int64 [S], log probabilities or None). A row with no finite logit gets -1.
 
         logits_r: [S, V_r], this rank's shard. rows_S, positions_S: int64, rows of the state, and how many tokens
-        precede the one to be sampled. filters: the most that any of these rows needs, at tp > 1.
+        precede the one to be sampled. filters: the most that any of these rows needs.
         logprobs: which of these (int64 indices) want log probabilities, and how many; see token_logprobs.
         """
         rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._first_id)
@@ -78,7 +78,9 @@ class Sampler:
             limit_S = threshold(whole, *whole_stats)
             _, id_S = draw(whole, *whole_stats, limit_S)
         else:
-            limit_S = threshold(rows, *stats) if self.tp.size == 1 else self._merged_threshold(rows, filters)
+            limit_S = None
+            if filters is not Filters.NONE:
+                limit_S = threshold(rows, *stats) if self.tp.size == 1 else self._merged_threshold(rows)
             id_S = self.tp.best_of_ranks(*draw(rows, *stats, limit_S))
         wanted = None
         if logprobs is not None:
@@ -112,10 +114,8 @@ class Sampler:
         values = [own_L1 - shift_L1, rank_L1.double(), (top_LK - shift_L1)[:, :num_top], id_LK[:, :num_top]]
         return torch.cat(values, 1)
 
-    def _merged_threshold(self, rows: RowLogits, filters: Filters) -> Tensor:
+    def _merged_threshold(self, rows: RowLogits) -> Tensor:
         """kernels.threshold of the whole vocabulary, from every rank's largest logits."""
-        if filters is Filters.NONE:
-            return torch.full_like(rows.positions_S, float("-inf"), dtype=torch.float32)
         x_SV = _processed(rows)
         size = min(CANDIDATES, x_SV.shape[1])
         top_SC = x_SV.topk(size).values
@@ -137,8 +137,9 @@ def _processed(rows: RowLogits) -> Tensor:
     return torch.where(rows.ints(RULES)[:, None] != 0, rows.scratch_SV, rows.logits_SV.float())
 
 
-def _drawn_from(rows: RowLogits, limit_S: Tensor) -> Tensor:
+def _drawn_from(rows: RowLogits, limit_S: Tensor | None) -> Tensor:
     """Float32 [S, V_r]: the logits over the temperature, -inf where a filter dropped them."""
     x_SV, temperature_S1 = _processed(rows), rows.floats(TEMPERATURE)[:, None]
-    kept_SV = x_SV.where(x_SV >= limit_S[:, None], float("-inf"))
-    return kept_SV / temperature_S1.where(temperature_S1 > 0, 1.0)
+    if limit_S is not None:
+        x_SV = x_SV.where(x_SV >= limit_S[:, None], float("-inf"))
+    return x_SV / temperature_S1.where(temperature_S1 > 0, 1.0)

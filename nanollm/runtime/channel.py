@@ -41,6 +41,10 @@ def pack(kind: Kind, payload: bytes) -> bytes:
     return HEADER.pack(_MAGIC, kind, len(payload)) + payload
 
 
+class EngineDeadError(RuntimeError):
+    """The engine can't go on: a rank failed, or it was closed. Make a new LLM."""
+
+
 class LinkClosedError(Exception):
     """The other side is gone."""
 
@@ -56,6 +60,10 @@ class Link:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A host that vanishes sends no end-of-file: ask whether it is there after 30 s of silence.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, kind: Kind, payload: "np.ndarray | bytes" = b"", timeout: float = 60.0) -> None:
         """Queue a message; TimeoutError if the other side has not made room for it in `timeout` seconds."""

@@ -1,4 +1,5 @@
-"""Decode steps, captured and replayed: one CUDA graph for forward and one for sampling, per batch size."""
+"""Decode steps, captured and replayed: per batch size a CUDA graph for forward, and for sampling one without filters
+and one with them."""
 
 import time
 from dataclasses import dataclass
@@ -26,8 +27,12 @@ def capture_sizes(max_rows: int) -> list[int]:
 @dataclass
 class _Graphs:
     forward: torch.cuda.CUDAGraph
-    sample: torch.cuda.CUDAGraph
-    ids_B: Tensor
+    samples: dict[Filters, tuple[torch.cuda.CUDAGraph, Tensor]]  # and the token ids, int64 [B]
+
+    def replay(self) -> None:
+        """A step of rows without filters, as benchmarks repeat it."""
+        self.forward.replay()
+        self.samples[Filters.NONE][0].replay()
 
 
 class DecodeSteps:
@@ -96,11 +101,12 @@ class DecodeSteps:
         else:
             graphs.forward.replay()
         # What few steps have is not captured: log probabilities, and filters that other ranks must hear of.
-        if graphs is None or len(plan.num_logprobs_L) or (filters and self._sampler.tp.size > 1):
+        if graphs is None or filters not in graphs.samples or len(plan.num_logprobs_L):
             ids_B, logprobs = self._sample(size, filters, self._rows.wanted_logprobs(plan, slice(None)))
             return ids_B[:num_rows], logprobs
-        graphs.sample.replay()
-        return graphs.ids_B[:num_rows], None
+        sampling, ids_B = graphs.samples[filters]
+        sampling.replay()
+        return ids_B[:num_rows], None
 
     def graphs_for(self, num_rows: int) -> _Graphs | None:
         """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
@@ -113,14 +119,19 @@ class DecodeSteps:
         for size in sorted(sizes, reverse=True):
             self._words.fill_(-1)  # every row padding
             self._words[:, COMPUTED] = 0
-            self._forward(size)
-            self._sample(size)  # compiles kernels and sets libraries up, which capture can't
-            forward, sampling = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            graphs = _Graphs(torch.cuda.CUDAGraph(), {})
+            self._forward(size)  # compiles kernels and sets libraries up, which capture can't
+            with torch.cuda.graph(graphs.forward, pool=self._pool, capture_error_mode="thread_local"):
                 self._forward(size)
-            with torch.cuda.graph(sampling, pool=self._pool, capture_error_mode="thread_local"):
-                ids_B, _ = self._sample(size)
-            self._graphs[size] = _Graphs(forward, sampling, ids_B)
+            for filters in (Filters.NONE, Filters.ALL) if self._sampler.tp.size == 1 else (Filters.NONE,):
+                self._sample(size, filters)
+                sampling = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(sampling, pool=self._pool, capture_error_mode="thread_local"):
+                    ids_B, _ = self._sample(size, filters)
+                graphs.samples[filters] = sampling, ids_B
+            if Filters.ALL in graphs.samples:  # on one rank it makes no difference
+                graphs.samples[Filters.LARGEST] = graphs.samples[Filters.ALL]
+            self._graphs[size] = graphs
         torch.cuda.synchronize()
         return time.monotonic() - start
 

@@ -294,7 +294,7 @@ def import_by_name(name: str) -> Callable[..., Any]:
 
 def _close(ranks: Ranks) -> None:
     ranks.close()
-    if ranks.device.type == "cuda":
+    if ranks.device.type == "cuda" and not ranks.failure:  # then the GPU may never be done
         torch.cuda.empty_cache()
 
 

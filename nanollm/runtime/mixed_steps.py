@@ -1,5 +1,6 @@
 """Steps with prompt chunks: kernel by kernel, or as one CUDA graph for each shape that comes again."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ class MixedSteps:
         self._model, self._rows, self._sampler = model, rows, sampler
         self._max_rows, self._max_padded, self._captures = max_rows, max_padded, capture
         self._packed = torch.zeros(sum(self._largest.lengths), dtype=torch.int64, device=rows.device)
+        # Where graphs leave residual and pending of the rows whose logits are wanted; theirs serves the next graph too.
+        weight = model.lm_head.weight
+        self._hidden = weight.new_empty(2, 2 * max_rows if capture else 0, weight.shape[1])
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
         self._seen: set[StepShape] = set()
         self._pool: Any = None
@@ -101,8 +105,9 @@ class MixedSteps:
         if padded > self._max_padded:
             return StepShape(num_tokens, num_rows, count_decodes(plan), num_logits)
         # One prompt on an idle engine, or anything: with a shape for each number of rows, few would come again.
-        num_rows = 1 if num_rows == 1 else min(self._max_rows, padded)
-        return StepShape(padded, num_rows, 0 if num_rows == 1 else num_rows, 2 * self._max_rows)
+        alone = num_rows == 1 and num_tokens > 1
+        num_rows = 1 if alone else min(self._max_rows, padded)
+        return StepShape(padded, num_rows, 0 if alone else num_rows, 2 * self._max_rows)
 
     @property
     def _largest(self) -> StepShape:
@@ -125,6 +130,9 @@ class MixedSteps:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(self._packed[: sum(shape.lengths)], shape)
+            given = (hidden.residual_TD, hidden.pending_TD)
+            kept = [None if x is None else to.copy_(x) for x, to in zip(given, self._hidden, strict=True)]
+            hidden = replace(hidden, residual_TD=kept[0], pending_TD=kept[1])
         self._graphs[shape] = graph, hidden
 
     def _forward(self, packed: Tensor, shape: StepShape) -> Hidden:

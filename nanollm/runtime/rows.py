@@ -59,7 +59,7 @@ class RowState:
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, vocab: range, device: torch.device) -> None:
         self.device = device
         self._vocab = vocab
-        self._filters = [Filters.NONE] * num_rows
+        self._filters_R = np.zeros(num_rows, np.int8)
         self.block_size = block_size
         self._block_table_RM = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.state = DecodeState(
@@ -68,7 +68,7 @@ class RowState:
         )
         self.sampler = SamplerState.empty(num_rows + 1, len(vocab), device)
 
-    def pack(self, plan: StepPlan, shape: "StepShape") -> np.ndarray:
+    def pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as one int64 array for unpack(), padded to `shape`; start() must have taken it already."""
         starts_B1 = np.concatenate(([0], np.cumsum(plan.num_new_B)))
         within_T = np.arange(plan.num_tokens) - np.repeat(starts_B1[:-1], plan.num_new_B)
@@ -80,27 +80,28 @@ class RowState:
         host_T[np.repeat(plan.on_device_B == 0, plan.num_new_B)] = plan.host_tokens
         context_lens_B = plan.num_computed_B + plan.num_new_B
         num_decodes = count_decodes(plan)
-        padding = {"host": 0, "slot": -1, "row": len(self._block_table_RM) - 1, "start": plan.num_tokens}
-        fields = [
-            (host_T, shape.num_tokens, padding["host"]),
-            (positions_T, shape.num_tokens, 0),
-            (slots_T, shape.num_tokens, padding["slot"]),
-            (rows_T, shape.num_tokens, padding["row"]),
-            (plan.row_ids_B, shape.num_rows, padding["row"]),
-            (context_lens_B, shape.num_rows, 0),
-            (context_lens_B[:num_decodes], shape.num_decodes, 0),
-            (np.maximum(starts_B1, num_decodes), shape.num_rows + 1, padding["start"]),
-            (plan.logit_rows_L, shape.num_logits, 0),
+        scratch = len(self._block_table_RM) - 1
+        fields = [  # values, and what to pad them with
+            (host_T, 0),
+            (positions_T, 0),
+            (slots_T, -1),
+            (rows_T, scratch),
+            (plan.row_ids_B, scratch),
+            (context_lens_B, 0),
+            (context_lens_B[:num_decodes], 0),
+            (np.maximum(starts_B1, num_decodes), plan.num_tokens),
+            (plan.logit_rows_L, 0),
         ]
         packed = np.empty(sum(shape.lengths), np.int64)
         end = 0
-        for values, length, fill in fields:
+        for (values, fill), length in zip(fields, shape.lengths, strict=True):
+            assert len(values) <= length, "the shape does not hold the plan"
             packed[end : end + len(values)] = values
             packed[end + len(values) : end + length] = fill
             end += length
         return packed
 
-    def unpack(self, packed: Tensor, shape: "StepShape") -> StepBatch:
+    def unpack(self, packed: Tensor, shape: StepShape) -> StepBatch:
         """The step on the device, from pack()'s array and the tokens that were sampled last. CUDA graphs record it."""
         host_t, positions_t, slots_t, rows_t, rows_b, lens_b, decode_lens_c, starts_b1, logit_rows_l = packed.split(
             shape.lengths
@@ -123,8 +124,8 @@ class RowState:
         return self.to_device(np.array((plan.sampled_rows_S, positions_S), np.int64))
 
     def filters(self, plan: StepPlan) -> Filters:
-        """The most that any of the rows that sample needs to know of other ranks' logits."""
-        return max((self._filters[row] for row in plan.sampled_rows_S.tolist()), default=Filters.NONE)
+        """The most that any of the rows that sample needs."""
+        return Filters(self._filters_R[plan.sampled_rows_S].max(initial=Filters.NONE))
 
     def wanted_logprobs(self, plan: StepPlan, rows: slice) -> tuple[Tensor, int] | None:
         """Which of these logit rows want log probabilities, and the most top tokens that any row of the step does."""
@@ -138,7 +139,7 @@ class RowState:
             self.sampler.params_RP[self.to_device(plan.params_rows.astype(np.int64))] = self.to_device(params)
             floats, rest = params.view(np.float32), plan.rules
             for i, row in enumerate(plan.params_rows.tolist()):
-                self._filters[row] = Filters.of(
+                self._filters_R[row] = Filters.of(
                     floats[i, TEMPERATURE], int(params[i, TOP_K]), floats[i, TOP_P], floats[i, MIN_P]
                 )
                 if params[i, RULES]:

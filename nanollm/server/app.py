@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nanollm
 from nanollm.async_engine import CLOSED, AsyncLLMEngine, QueueFullError
-from nanollm.runtime.ranks import EngineDeadError
+from nanollm.runtime.channel import EngineDeadError
 from nanollm.server.chat import create_chat
 from nanollm.server.completions import create_completion
 from nanollm.server.errors import ApiError, error_response

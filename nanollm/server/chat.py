@@ -205,9 +205,7 @@ class _Writer:
         choices = []
         for answer, completion in zip(self.answers, output.outputs, strict=True):
             _, _, logprobs = answer.advance(completion)
-            message = Message("assistant", answer.content or None)
-            if answer.content == "" and not answer.calls and not answer.reasoning:
-                message.content = ""
+            message = Message("assistant", answer.content or (None if answer.calls or answer.reasoning else ""))
             if answer.reasoning:
                 message.reasoning_content = answer.reasoning
             if answer.calls:

@@ -6,7 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from nanollm.async_engine import QueueFullError
-from nanollm.runtime.ranks import EngineDeadError
+from nanollm.runtime.channel import EngineDeadError
 
 RETRY_SECONDS = 1  # what a client that was turned away is told to wait
 

@@ -78,6 +78,8 @@ class OutputProcessor:
                 del self._choices[output.request_id]
                 if output.finish_reason is None:
                     aborts.append(output.request_id)
+            elif not choice.request.stream:
+                continue
             if (result := choice.request.show()) is not None:
                 results.append(result)
         return results, aborts

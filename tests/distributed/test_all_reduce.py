@@ -19,18 +19,24 @@ CPU = torch.device("cpu")
 def check_agreement(tp: TPGroup) -> None:
     mapped = []
 
-    def map_memory(rank: int, size: int, device: torch.device, group: dist.ProcessGroup, share: int) -> PeerCollectives:
+    def allocate(device: torch.device) -> torch.Tensor:
+        if broken == "allocate" and tp.rank == 1:
+            raise torch.OutOfMemoryError
+        return torch.zeros(2**20, dtype=torch.uint8)
+
+    def map_memory(memory: torch.Tensor, rank: int, size: int, group: dist.ProcessGroup, share: int) -> PeerCollectives:
         mapped.append(rank)
         if broken == "map" and rank == 1:
             raise RuntimeError("no memory\nand a backtrace")
         word = torch.zeros(1, dtype=torch.int32)
-        return PeerCollectives(PeerMemory.of(rank, [0] * size, word, 2**20, device), word, None, Limits.of(size))
+        return PeerCollectives(PeerMemory.of(rank, [0] * size, word, memory.nbytes, CPU), word, None, Limits.of(size))
 
     patch = pytest.MonkeyPatch()
+    patch.setattr(all_reduce, "_allocate", allocate)
     patch.setattr(all_reduce, "_map_memory", map_memory)
     patch.setattr(all_reduce, "_obstacle", lambda wanted: "" if wanted else "not wanted")
     patch.setattr(all_reduce, "_uuid", lambda device: f"GPU {tp.rank}")
-    for broken in ("nothing", "wanted", "reach", "map"):
+    for broken in ("nothing", "wanted", "reach", "allocate", "map"):
         patch.setattr(
             all_reduce, "_unreachable", lambda *given, fails=broken == "reach" and tp.rank == 2: "far" * fails
         )
@@ -42,8 +48,12 @@ def check_agreement(tp: TPGroup) -> None:
             assert found == ("another rank can't reach its peers" if tp.rank == 0 else "not wanted")
         elif broken == "reach":
             assert found == ("far" if tp.rank == 2 else "another rank can't reach its peers")
+        elif broken == "allocate":
+            assert found == ("OutOfMemoryError: " if tp.rank == 1 else "another rank has no memory to share")
         else:
-            assert found == ("no memory" if tp.rank == 1 else "another rank could not map its peers' memory")
+            assert found == (
+                "RuntimeError: no memory" if tp.rank == 1 else "another rank could not map its peers' memory"
+            )
     assert len(mapped) == 2  # only where nothing stood against it
 
 

@@ -285,8 +285,10 @@ class Engine:
         scheduler, rows = self.scheduler, plan.row_ids_B.tolist()
         assert [*scheduler.running, *scheduler.waiting] == sorted([*scheduler.running, *scheduler.waiting])
         assert plan.num_tokens <= scheduler.token_budget and max(plan.num_new_B) <= scheduler.chunk_limit
+        num_new = dict(zip(rows, plan.num_new_B.tolist(), strict=True))
+        whole = sum(num_new.get(seq.row, 0) for seq in scheduler.running.values() if seq.needs_whole_prompt)
         for seq in scheduler.running.values():
-            if seq.row in rows:
+            if seq.row in rows or (seq.needs_whole_prompt and whole >= self.executor.num_rows):  # logits are bounded
                 continue
             if seq.num_computed_tokens == seq.num_tokens - 1:
                 assert seq.num_tokens == seq.max_tokens_total, "every running sequence decodes in every step"

@@ -494,3 +494,68 @@ def test_the_same_requests_give_the_same_plans_again() -> None:
         return [plan.pack().tolist() for plan in engine.executor.plans]
 
     assert plans() == plans()
+
+
+# Several continuations of a prompt, and what is wanted of its tokens
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_continuations_wait_for_the_first_to_plan_the_prompt_and_then_share_it(caching: bool, overlap: bool) -> None:
+    engine = Engine(overlap=overlap, max_num_batched_tokens=8, enable_prefix_caching=caching)
+    settings = SamplingParams(n=3, temperature=0, seed=0, max_tokens=5, ignore_eos=True)
+    sequences = engine.core.make_sequences(list(range(14)), settings)
+    assert [seq.choice for seq in sequences] == [0, 1, 2] and len({seq.seed for seq in sequences}) == 1
+    for seq in sequences:
+        engine.sequences[seq.request_id], engine.tokens[seq.request_id] = seq, []
+        engine.core.add(seq)
+    engine.step()
+    assert [plan.num_new_B.tolist() for plan in engine.executor.plans[:2]] == [[8], [6]][: len(engine.executor.plans)]
+    engine.run()
+    computed = sum(plan.num_tokens for plan in engine.executor.plans)
+    assert computed == 14 + 2 * 2 + 3 * 4  # the prompt; of the others what no full block has; tokens after the first
+    # Each has noise of its own: here, other tokens.
+    assert len({tuple(engine.tokens[seq.request_id]) for seq in sequences}) == 3
+    engine.check_result(sequences[0].request_id)
+
+
+def test_the_others_go_on_when_the_first_continuation_is_aborted_before_it_runs() -> None:
+    engine = Engine()
+    sequences = engine.core.make_sequences([1, 2, 3], SamplingParams(n=2, temperature=0, seed=0, max_tokens=4))
+    for seq in sequences:
+        engine.core.add(seq)
+    assert engine.core.abort(sequences[0].request_id)
+    while engine.core.has_unfinished:
+        engine.core.step()
+    assert sequences[1].num_output_tokens == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompt_logprobs_are_of_every_token_but_the_first_whatever_the_chunks(overlap: bool) -> None:
+    engine = Engine(overlap=overlap, num_blocks=8, max_num_batched_tokens=7, max_num_seqs=3)
+    prompts = [list(range(17)), list(range(17)), [4], list(range(9))]
+    ids = [engine.add(prompt, prompt_logprobs=0, logprobs=0, max_tokens=6, ignore_eos=True) for prompt in prompts]
+    first: dict[int, EngineOutput] = {}
+    logprobs: dict[int, list[float]] = {i: [] for i in ids}
+    while engine.core.has_unfinished:
+        for output in engine.step():
+            first.setdefault(output.request_id, output)
+            logprobs[output.request_id] += [found.logprob for found in output.logprobs]
+    for i, prompt in zip(ids, prompts, strict=True):
+        *_, kv = engine.alone(i)
+        found = first[i].prompt_logprobs
+        assert [token.rank for token in found] == prompt[1:]  # the simulated device says which token it was asked for
+        assert [token.logprob for token in found] == [float(x) for x in kv[: len(prompt) - 1]]
+        assert logprobs[i] == [float(x) for x in kv[len(prompt) - 1 :]]
+        assert first[i].num_cached_tokens == 0
+        engine.check_result(i)
+
+
+def test_a_token_below_zero_ends_its_sequence_with_an_error() -> None:
+    run = Run()
+    seq = run.add(range(5))
+    step, surplus = run.schedule(), run.schedule()
+    (output,) = run.finish(step, token=-1)
+    assert (output.finish_reason, output.new_token_ids, seq.num_output_tokens) == ("error", [], 0)
+    assert run.finish(surplus) == [] and not run.scheduler.has_unfinished
+    assert len(run.free_blocks()) == 64

@@ -94,13 +94,7 @@ def test_cache_size_follows_gpu_memory_utilization() -> None:
     sizes = []
     for utilization in (0.2, 0.4):
         shape = {"num_hidden_layers": 2}
-        with LLM(
-            "qwen3-0.6b",
-            load_format="dummy",
-            hf_overrides=shape,
-            gpu_memory_utilization=utilization,
-            max_num_seqs=65536,
-        ) as llm:
+        with LLM("qwen3-0.6b", load_format="dummy", hf_overrides=shape, gpu_memory_utilization=utilization) as llm:
             sizes.append(llm.get_stats().num_total_blocks)
     block_bytes = 2 * 2 * GPU_BLOCK_SIZE * 8 * 128 * 2  # layers, k and v, tokens, heads, head_dim, bfloat16
     gained = (sizes[1] - sizes[0]) * block_bytes / torch.cuda.mem_get_info()[1]
@@ -122,6 +116,7 @@ def test_graphs_equal_eager_and_overlapped_equals_synchronous_exactly() -> None:
             "qwen3-0.6b", load_format="dummy", hf_overrides=shape, num_kv_blocks=256, max_num_seqs=12, **settings
         ) as llm:
             outputs = [output for prompts in rounds for output in llm.generate(prompts, params, use_tqdm=False)]
+            assert bool(llm._executor.runner.mixed._graphs) != settings.get("enforce_eager", False)
             outputs += llm.generate([rounds[0][3]] * 8, varied(max_tokens=48), use_tqdm=False)
             outputs += llm.generate([rounds[0][3]] * 8, varied(max_tokens=9, logprobs=1), use_tqdm=False)
             runs.append([output.outputs[0].token_ids for output in outputs])

@@ -320,6 +320,8 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
         x[:, size // 2] = 60.0
     if kind == "peaked":
         x[:, ::97] += 12
+    if kind == "zipf":
+        x = -1.1 * torch.rand(num_rows, size).argsort(-1).add(1).log()
     if kind == "sorted":
         x = x.sort(-1).values
     if kind == "infinite":
@@ -327,12 +329,13 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
     return x.to(device, dtype)
 
 
-KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "sorted", "infinite"]
+KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "zipf", "sorted", "infinite"]
 
 
 def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> None:
     state = make_state(10, size, device, **FILTERS)
-    check_threshold(adversarial_logits(10, size, kind, device, dtype), state, exact=dtype != torch.float32)
+    exact = dtype != torch.float32 and size < 50_000  # a boundary of many values may fall within float32 rounding
+    check_threshold(adversarial_logits(10, size, kind, device, dtype), state, exact=exact)
 
 
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
@@ -352,7 +355,7 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
     index = torch.arange(num_rows, device=device)
     rows = RowLogits(logits, index, index + 3, state, first_id)
     stats = _tile_stats_triton(rows)
-    limit = threshold_reference(rows)
+    limit = threshold_reference(rows) if filtered else None
     value, token_id = _draw_triton(rows, *stats, limit)
     expected_value, expected_id = draw_reference(rows, *stats, limit)
     # A near tie may fall either way, by the rounding of logarithms; with few random rows there is none.

@@ -140,9 +140,3 @@ def shared_memory(num_ranks: int, nbytes: int) -> list[Tensor]:
 def is_empty(memory: Tensor) -> bool:
     """Whether all three buffers hold nothing but the sentinel: whatever was sent has been taken."""
     return bool((memory.view(torch.int16) == -0x8000).all())
-
-
-def assert_definition(inputs: Inputs, call: Call) -> None:
-    """The plain definition against the same oracle."""
-    if call.kind == "one_shot":
-        inputs.check(call, list(all_reduce_reference(inputs.x, inputs.residual, inputs.weight, EPS)))

@@ -88,10 +88,16 @@ def test_every_version_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch, na
     alone = prefill_attention_reference(q_TNH[:2], *given[1:4], torch.tensor([0, 1, 2]), lens_B)
     assert torch.equal(flash.decode(q_TNH[:2], *given[1:4], lens_B), alone)
     out, lens_B[0] = torch.full((2, 6, 32), 7.0), 0
-    if version != 2:  # whose lengths are at least those of the queries
-        flash.decode(q_TNH[:2], *given[1:4], lens_B, out=out)
-        assert (out[0] == 7).all()  # nothing to decode: left as it is
-        assert torch.equal(out[1], alone[1])
+    flash.decode(q_TNH[:2], *given[1:4], lens_B, out=out)
+    assert (out[0] == 7).all()  # nothing to decode: left as it is
+    assert torch.equal(out[1], alone[1])
+
+
+def test_where_none_was_measured_only_version_3_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "flash_attn")
+    given = (6, 2, 32, 256, torch.float32, torch.device("cpu"))
+    assert find_flash(*given, any_version=False)[0] is None
+    assert find_flash(*given)[0] is not None
 
 
 def test_none_installed_is_said() -> None:

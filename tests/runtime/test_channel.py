@@ -151,6 +151,28 @@ def test_200_prompts_that_share_a_prefix_send_it_once(ends: tuple[Link, Link]) -
     assert max(len(plan.row_ids_B) for plan in plans) >= 199
 
 
+def test_a_hangup_of_the_other_side_is_told_and_our_own_is_not(ends: tuple[Link, Link]) -> None:
+    told = [threading.Event(), threading.Event()]
+    for link, event in zip(ends, told, strict=True):
+        link.on_hangup(event.set)
+    ends[0].close()
+    assert told[1].wait(10)
+    ends[1].close()
+    assert not told[0].is_set()
+    assert not any(thread.name == "nanollm-hangup" for thread in threading.enumerate())
+
+
+def test_spinning_does_not_sleep(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_soon() -> None:
+        time.sleep(0.05)
+        ends[0].send(Kind.PLAN, b"soon")
+
+    later = in_thread(send_soon)
+    monkeypatch.setattr(ends[1], "_poll", None)
+    assert ends[1].recv(10, spin=5.0) == (Kind.PLAN, b"soon")
+    later.join()
+
+
 def test_spinning_takes_messages_and_ends_in_time_and_then_sleeps(ends: tuple[Link, Link]) -> None:
     def send_soon() -> None:
         time.sleep(0.05)

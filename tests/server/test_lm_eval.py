@@ -16,7 +16,7 @@ from nanollm import LLM, SamplingParams
 from tests.server.server_process import ROOT, ServerProcess
 
 pytest.importorskip("lm_eval")
-TASKS = Path(__file__).parent / "lm_eval"
+TASKS = Path(__file__).parent / "tasks"
 DOCS = [json.loads(line) for line in (TASKS / "capitals.jsonl").read_text().splitlines()]
 PROMPTS = [f"The capital of {doc['country']} is" for doc in DOCS]
 

@@ -31,15 +31,15 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 def answers(smollm2_path: Path) -> dict[str, str]:
     """What the offline engine says to each prompt."""
     with LLM(str(smollm2_path), num_kv_blocks=64) as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     return {str(output.prompt): output.outputs[0].text for output in outputs}
 
 
 async def one_stream(client: openai.AsyncOpenAI, draw: random.Random, answers: dict[str, str]) -> bool:
     """Ask, and hang up halfway or check the answer; whether it was checked."""
     prompt, n = draw.choice(PROMPTS), draw.choice([1, 1, 2])
-    patience = draw.choice([0, 1, 3, 99, 99])
-    asked: Any = {"model": "smollm2", "prompt": prompt, "max_tokens": 5, "temperature": 0, "n": n}
+    patience = draw.choice([0, 1, 2, 99, 99])
+    asked: Any = {"model": "smollm2", "prompt": prompt, "max_tokens": 3, "temperature": 0, "n": n}
     stream = await client.completions.create(**asked, stream=True)
     texts = [""] * n
     async for chunk in stream:
@@ -193,6 +193,13 @@ def test_a_dead_process_is_told_to_everybody_and_the_server_ends(tiny: Any, vict
         assert server.process.wait(10) == 1
         assert "SIGKILL" in server.log
         assert not psutil.wait_procs([engine, rank], timeout=10)[1]
+
+
+def test_a_killed_server_leaves_no_process(tiny: Any) -> None:
+    with ServerProcess(tiny("qwen3").path, *TINY) as server:
+        engine = server.engine()
+        server.process.kill()
+        assert not psutil.wait_procs([engine], timeout=10)[1]
 
 
 def test_what_the_user_can_mend_is_one_line_and_exit_code_2() -> None:

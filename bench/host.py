@@ -1,0 +1,133 @@
+"""What a decode step costs rank 0's CPU: the time in which a GPU could run dry. Needs no GPU.
+
+    python bench/host.py --batch 1 256 --json host.json
+
+The engine runs as it does for `generate`, with random token ids in place of a model. Phases: schedule (which rows,
+which blocks, the plan), launch (the plan as the words that go to the device; without the launches themselves), update
+(append, finish, free), text (outputs; without a tokenizer, so ids only). Medians of --steps steps.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanollm import SamplingParams, __version__
+from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.engine.engine_core import EngineCore
+from nanollm.layers.sampler import Filters, Sampler
+from nanollm.runtime.cuda_graphs import DecodeSteps, _Graphs
+from nanollm.runtime.rows import RowState
+from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.text.output_processor import OutputProcessor
+
+PHASES = ("schedule", "launch", "update", "text")
+PROMPT_LEN, BLOCK_SIZE = 512, 64
+
+
+class Replayed:
+    """A CUDA graph that does nothing."""
+
+    def replay(self) -> None:
+        pass
+
+
+class FakeExecutor:
+    """Takes plans as far as a GPU's launch, and gives random tokens."""
+
+    def __init__(self, batch: int, max_model_len: int) -> None:
+        self.num_kv_blocks = batch * -(-max_model_len // BLOCK_SIZE) + 16
+        self.max_model_len = max_model_len
+        self._pending: deque[int] = deque()
+        cpu = torch.device("cpu")
+        head = torch.nn.Linear(8, 256, bias=False)
+        model: Any = torch.nn.Module()
+        model.lm_head = head
+        self.rows = RowState(batch, -(-(max_model_len + 1) // BLOCK_SIZE), BLOCK_SIZE, range(256), cpu)
+        sampler = Sampler(self.rows.sampler, self.rows.state.last_token_R, 0, TPGroup(), "raw_logprobs")
+        self.decode = DecodeSteps(model, self.rows, sampler, batch, [batch])
+        sampling = (Replayed(), torch.zeros(batch, dtype=torch.int64))
+        self.decode._graphs[batch] = _Graphs(Replayed(), {Filters.NONE: sampling})  # type: ignore[arg-type, dict-item]
+
+    def submit(self, plan: StepPlan) -> None:
+        if self.decode.takes(plan):
+            self.decode.run(plan)
+        else:
+            self.rows.start(plan)
+        self._pending.append(len(plan.sampled_rows_S))
+
+    def collect(self) -> StepResult:
+        return StepResult([random.randrange(256) for _ in range(self._pending.popleft())])
+
+    def discard(self) -> None:
+        self._pending.clear()
+
+
+def measure(batch: int, steps: int) -> dict[str, float]:
+    """Microseconds of each phase in a steady decode step, and of all together."""
+    max_model_len = PROMPT_LEN + steps + 64
+    model_config = ModelConfig.from_hf(NAMED_SHAPES["qwen3-0.6b"])
+    config = EngineConfig("qwen3-0.6b", max_num_seqs=batch, block_size=BLOCK_SIZE, max_model_len=max_model_len)
+    executor = FakeExecutor(batch, max_model_len)
+    engine = EngineCore(config, model_config, executor, overlap=True)
+    processor = OutputProcessor(None)
+    params = SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True)
+    for _ in range(batch):
+        seq = engine.make_sequence([random.randrange(10_000) for _ in range(PROMPT_LEN)], params)
+        engine.add(seq)
+        processor.add(seq.request_id, str(seq.request_id), None, seq.token_ids.tolist(), params, stream=False)
+    spent: dict[str, float] = defaultdict(float)
+
+    def timed(owner: Any, name: str, phase: str) -> None:
+        method = getattr(owner, name)
+
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                spent[phase] += time.perf_counter() - start
+
+        setattr(owner, name, run)
+
+    timed(engine.scheduler, "schedule", "schedule")
+    timed(executor, "submit", "launch")
+    timed(engine.scheduler, "update", "update")
+    timed(processor, "process", "text")
+    samples: list[dict[str, float]] = []
+    while engine.scheduler.num_tokens_out < batch * 8:  # all prompts in, a few tokens each
+        processor.process(engine.step())
+    for _ in range(steps // 2):
+        spent.clear()
+        processor.process(engine.step())
+        samples.append(dict(spent))
+    row = {phase: statistics.median(sample[phase] for sample in samples) * 1e6 for phase in PHASES}
+    return row | {"all": statistics.median(sum(sample.values()) for sample in samples) * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    args = parser.parse_args()
+    random.seed(0)
+    torch.set_num_threads(1)
+    rows = {batch: measure(batch, args.steps) for batch in args.batch}
+    print("microseconds a decode step")
+    print(f"{'batch':>5} " + " ".join(f"{phase:>9}" for phase in (*PHASES, "all")))
+    for batch, row in rows.items():
+        print(f"{batch:5} " + " ".join(f"{row[phase]:9.1f}" for phase in (*PHASES, "all")))
+    if args.json:
+        args.json.write_text(json.dumps({"nanollm": __version__, "microseconds": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
