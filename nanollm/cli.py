@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,11 +88,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         if field.name == "model":
             continue
         flags = ["--" + field.name.replace("_", "-"), *(["--tp"] if field.name == "tensor_parallel_size" else [])]
-        kinds = [kind for kind in (int, float, str, bool) if kind in (field.type, *typing.get_args(field.type))]
-        if kinds == [bool]:
+        members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+        (kind,) = (member for member in members if member is not type(None))
+        if kind is bool:
             engine.add_argument(*flags, action=argparse.BooleanOptionalAction)
         else:
-            engine.add_argument(*flags, type=kinds[0] if kinds else json.loads)
+            engine.add_argument(*flags, type=kind if kind in (int, float, str) else json.loads)
 
 
 def run_serve(args: argparse.Namespace) -> int:

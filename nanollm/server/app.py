@@ -216,7 +216,7 @@ async def _end(server: uvicorn.Server, engine: AsyncLLMEngine, shutdown_timeout:
         if engine.dead.is_set():
             logger.error("%s", engine.why_dead)
             await asyncio.sleep(DEAD_SECONDS)
-            server.should_exit = True
+            server.should_exit = server.force_exit = True
             return
         await asyncio.sleep(0.1)
     await asyncio.sleep(shutdown_timeout)

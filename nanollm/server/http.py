@@ -61,7 +61,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _wait_for_header(self) -> None:
         if self._header_timer is None:
-            self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self._header_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._header_timer is not None:
