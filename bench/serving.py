@@ -108,7 +108,7 @@ async def run_all(args: argparse.Namespace) -> None:
     """One run for each rate or concurrency, each with prompts of its own, so that no prefix is cached."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     headers = {"authorization": f"Bearer {args.api_key}"}
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # less than servers keep a connection
     rows = []
     async with aiohttp.ClientSession(args.base_url, timeout=timeout, headers=headers, connector=connector) as session:
         async with session.get("/v1/models") as response:

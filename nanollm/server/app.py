@@ -37,6 +37,7 @@ from nanollm.text.tokenizer import encode_prompt
 logger = logging.getLogger("nanollm")
 
 DEAD_SECONDS = 2.0  # from the engine's death to the server's end: open requests get their errors, /health says 503
+KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that they never send on one that is closing
 LAST_SECONDS = 5.0  # for responses to end after the drain time, when all requests have been aborted
 
 
@@ -196,6 +197,7 @@ async def _serve(model: str, options: ServerOptions, engine_args: dict[str, Any]
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=round(options.shutdown_timeout + LAST_SECONDS),
         )
         server = uvicorn.Server(config)

@@ -9,11 +9,13 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import psutil
+
+if TYPE_CHECKING:
+    import openai
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -45,7 +47,6 @@ class ServerProcess:
             self.process.kill()
             raise AssertionError(f"the server did not start:\n{self.log}")
         self.url, self.port = found[1], int(found[2])
-        self.api_key = "none"
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -55,11 +56,15 @@ class ServerProcess:
                 self._has_said.set()
         self._has_said.set()
 
-    def client(self, **settings: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60, **settings)
+    def client(self) -> "openai.OpenAI":
+        import openai
 
-    def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=120)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def async_client(self) -> "openai.AsyncOpenAI":
+        import openai
+
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def post(self, path: str, body: Any, **settings: Any) -> httpx.Response:
         """JSON, or bytes as they are."""
