@@ -253,11 +253,11 @@ class AsyncLLMEngine:
         if request.external_id in self._ids:
             raise ValueError(f"request_id {request.external_id!r} is in use by a request that has not finished")
         request_id = message.request_id
+        self._send(message)  # first, as text in it may be none that can be sent
         self._processor.add(request_id, str(request_id), text, message.token_ids, message.params, stream=stream)
         self._requests[request_id] = request
         self._ids.add(request.external_id)
         self._num_unfinished += request.num_choices
-        self._send(message)
 
     def _forget(self, request_ids: list[int]) -> None:
         """Take what is left of these requests out of the engine."""

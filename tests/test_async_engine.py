@@ -167,6 +167,7 @@ def test_more_than_may_wait_are_refused_and_the_others_finish(shared: Loop, mode
         ([1], greedy(1, n=9), "n must be at most 8"),
         ("text", greedy(1), "needs a tokenizer"),
         (5, greedy(1), "a prompt must be"),
+        ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, greedy(1), "surrogates not allowed"),
     ],
 )
 def test_a_bad_request_fails_alone(
