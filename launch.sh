@@ -131,7 +131,8 @@ run_tests() {
   "$python" -m ruff format --check .
   "$python" -m ruff check .
   "$python" -m mypy
-  "$python" -m pytest -q
+  # Files side by side, on few cores, since some tests start many processes of their own.
+  "$python" -m pytest -q -n auto --maxprocesses 3 --dist loadfile
 }
 
 command=${1:-help}
