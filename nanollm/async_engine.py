@@ -132,6 +132,7 @@ class AsyncLLMEngine:
                 raise ValueError(message.error) if message.bad_argument else EngineDeadError(message.error)
             assert isinstance(message, Ready)
         except BaseException:
+            self._process.kill()  # it may be loading for minutes; its ranks end when it does
             await self.close()
             raise
         self._vocab_size = source.config.vocab_size
