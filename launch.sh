@@ -15,6 +15,7 @@ cpu_torch=2.13.0
 usage() {
   cat <<'END'
 ./launch.sh generate ["prompt" ...] [flags]   generate text; --help lists the flags
+./launch.sh serve [model] [flags]             serve a model over HTTP; --help lists the flags
 ./launch.sh test [pytest arguments]           all checks and tests, or only the tests named
 ./launch.sh torchrun N script [arguments]     run a script on N processes
 ./launch.sh bench NAME [arguments]            run bench/NAME.py
@@ -137,9 +138,9 @@ run_tests() {
 command=${1:-help}
 shift || true
 case $command in
-  generate)
+  generate | serve)
     setup
-    exec "$python" -m nanollm.cli generate "$@"
+    exec "$python" -m nanollm.cli "$command" "$@"
     ;;
   test)
     setup

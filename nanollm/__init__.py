@@ -4,18 +4,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanollm.async_engine import AsyncLLMEngine, QueueFullError
     from nanollm.config import EngineConfig
     from nanollm.llm import LLM
     from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from nanollm.runtime.executor import EngineDeadError
+    from nanollm.runtime.channel import EngineDeadError
     from nanollm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -24,9 +27,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "nanollm.llm",
+    "AsyncLLMEngine": "nanollm.async_engine",
     "CompletionOutput": "nanollm.outputs",
     "EngineConfig": "nanollm.config",
-    "EngineDeadError": "nanollm.runtime.executor",
+    "EngineDeadError": "nanollm.runtime.channel",
+    "QueueFullError": "nanollm.async_engine",
     "RequestMetrics": "nanollm.outputs",
     "RequestOutput": "nanollm.outputs",
     "SamplingParams": "nanollm.sampling_params",

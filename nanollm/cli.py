@@ -1,16 +1,21 @@
-"""The command line: `nanollm generate`."""
+"""The command line: `nanollm generate` and `nanollm serve`."""
 
 import argparse
+import dataclasses
 import importlib.util
+import json
 import logging
 import os
 import sys
 import time
+import types
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nanollm
+from nanollm.config import EngineConfig
 from nanollm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
@@ -54,7 +59,55 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-model-len", type=int, help="most tokens of prompt plus answer")
     generate.add_argument("--load-format", help="auto, or dummy for random weights")
     generate.add_argument("--max-num-seqs", type=int, help="most prompts that run at once")
+    add_serve(commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API"))
     return parser
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """The flags of `nanollm serve`: the server's, then all of EngineConfig."""
+    parser.set_defaults(run=run_serve)
+    parser.add_argument(
+        "model", nargs="?", help="local directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="interface to listen on (default: %(default)s)")
+    server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    server.add_argument("--served-model-name", help="what clients call the model; default: as it is called here")
+    server.add_argument("--api-key", help="what clients must bring; default: $NANOLLM_API_KEY, which no `ps` shows")
+    server.add_argument("--allowed-origins", nargs="+", default=[], help="web sites that may call from a browser")
+    server.add_argument("--chat-template", type=Path, help="file with the template to use instead of the model's")
+    server.add_argument(
+        "--max-waiting", type=int, default=1024, help="most sequences in the queue; beyond: 429 (default: %(default)s)"
+    )
+    server.add_argument("--request-timeout", type=float, help="seconds that a request may take; default: no limit")
+    server.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, help="seconds to finish after SIGTERM (default: %(default)s)"
+    )
+    engine = parser.add_argument_group("engine", "EngineConfig's arguments; None means its default")
+    for field in dataclasses.fields(EngineConfig):
+        if field.name == "model":
+            continue
+        flags = ["--" + field.name.replace("_", "-"), *(["--tp"] if field.name == "tensor_parallel_size" else [])]
+        members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+        (kind,) = (member for member in members if member is not type(None))
+        if kind is bool:
+            engine.add_argument(*flags, action=argparse.BooleanOptionalAction)
+        else:
+            engine.add_argument(*flags, type=kind if kind in (int, float, str) else json.loads)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    from nanollm.server.app import ServerOptions, serve
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    given["api_key"] = args.api_key or os.environ.get("NANOLLM_API_KEY")
+    options = ServerOptions(**{f.name: given[f.name] for f in dataclasses.fields(ServerOptions) if f.name in given})
+    engine_args = {f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given}
+    model = engine_args.pop("model", None) or default_model()
+    if args.model is None and options.served_model_name is None:
+        options.served_model_name = Path(model).name
+    return serve(model, options, engine_args)
 
 
 def run_generate(args: argparse.Namespace) -> int:

@@ -7,23 +7,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from nanollm.config import GPU_BLOCK_SIZE, EngineConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
-from nanollm.engine.follower_core import FollowerCore, pack_outputs
+from nanollm.engine.follower_core import FollowerCore
 from nanollm.engine.sequence import Sequence as EngineSequence
-from nanollm.models.source import resolve_model
-from nanollm.outputs import EngineOutput, RequestOutput
+from nanollm.models.source import ModelSource, resolve_model
+from nanollm.outputs import EngineOutput, RequestOutput, pack_outputs
 from nanollm.runtime.executor import Executor, Follower, resolve_device
 from nanollm.runtime.ranks import EngineDeadError, check_ranks, follow_torchrun, torchrun_world
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
-from nanollm.text.tokenizer import encode_bad_words, encode_prompt, load_tokenizer
+from nanollm.text.prompts import Prompt, default_params, need_tokenizer, prepare_prompt
+from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +32,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanollm")
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, ModelSource, torch.device]":
+    """Check the engine arguments and find the model, before anything is loaded."""
+    config = EngineConfig.from_args(model, **kwargs)
+    device = resolve_device(config.device)
+    if device.type == "cuda" and kwargs.get("block_size") is None:
+        config.block_size = GPU_BLOCK_SIZE
+    source = resolve_model(
+        model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
+    )
+    check_ranks(config, source.config, device)
+    return config, source, device
+
+
+def start_engine(config: EngineConfig, source: ModelSource, device: "torch.device") -> tuple[Executor, EngineCore]:
+    """Start all ranks and load the model; this process is rank 0."""
+    executor = Executor(config, source, device)
+    overlap = device.type != "cpu" if config.overlap is None else config.overlap
+    name = os.path.basename(config.model) if os.path.exists(config.model) else config.model
+    logger.info("%s: %s", name, executor.runner.describe())
+    return executor, EngineCore(config, source.config, executor, overlap)
 
 
 @dataclass
@@ -55,17 +75,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
-        self.config = EngineConfig.from_args(model, **kwargs)
-        device = resolve_device(self.config.device)
-        if device.type == "cuda" and kwargs.get("block_size") is None:
-            self.config.block_size = GPU_BLOCK_SIZE
-        source = resolve_model(
-            model,
-            revision=self.config.revision,
-            load_format=self.config.load_format,
-            hf_overrides=self.config.hf_overrides,
-        )
-        check_ranks(self.config, source.config, device)
+        self.config, source, device = find_engine(model, kwargs)
         self.model_config = source.config
         self._generation_config = source.generation_config if self.config.generation_config == "auto" else {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -79,12 +89,7 @@ class LLM:
             self._executor = Follower(self.config, source, *follow_torchrun(self.config, device))
             self._engine = FollowerCore(self.config, source.config, self._executor)
         else:
-            self._executor = Executor(self.config, source, device)
-            overlap = device.type != "cpu" if self.config.overlap is None else self.config.overlap
-            self._engine = EngineCore(self.config, source.config, self._executor, overlap)
-            logger.info(
-                "%s: %s", os.path.basename(model) if os.path.exists(model) else model, self._executor.runner.describe()
-            )
+            self._executor, self._engine = start_engine(self.config, source, device)
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
         self._depth = 0  # of nested uses of the engine, in the thread that has the lock
@@ -156,8 +161,12 @@ class LLM:
             if not isinstance(messages, Sequence) or isinstance(messages, str):
                 raise ValueError(f"messages must be a list of messages, or of such lists, got {messages!r}")
             conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+            tokenizer = need_tokenizer(self.tokenizer, "chat")
             texts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
-            return [{"prompt": text, "prompt_token_ids": self._encode(text, special=False)} for text in texts]
+            return [
+                {"prompt": text, "prompt_token_ids": encode_prompt(tokenizer, text, add_special_tokens=False)}
+                for text in texts
+            ]
 
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -168,17 +177,11 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where none are given: the model's generation_config.json, as far as vLLM reads it, unless
         generation_config="vllm"; SamplingParams' own defaults for the rest."""
-        names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
-        names["max_new_tokens"] = "max_tokens"
-        given = {ours: self._generation_config.get(theirs) for theirs, ours in names.items()}
-        try:
-            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-        except ValueError as error:
-            raise ValueError(f"generation_config.json: {error}; generation_config='vllm' ignores it") from None
+        return default_params(self._generation_config)
 
     def apply_chat_template(self, messages: Any, **template_kwargs: Any) -> str:
         """The conversation as the prompt text that the model was trained on, up to where the assistant answers."""
-        return render_chat(self._need_tokenizer("chat"), messages, **template_kwargs)
+        return render_chat(need_tokenizer(self.tokenizer, "chat"), messages, **template_kwargs)
 
     def compute_logits(self, prompts: Prompt | Sequence[Prompt]) -> "list[torch.Tensor]":
         """The model's logits at every position of each prompt: float32 [tokens, V] on the CPU.
@@ -287,47 +290,17 @@ class LLM:
 
     def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool) -> _Request:
         try:
-            if not isinstance(params, SamplingParams):
-                raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
-            text, token_ids, salt = self._read_prompt(prompt)
-            # A copy with its settings checked again: fields may have been assigned since.
-            params = replace(params)
-            if params.stop:
-                self._need_tokenizer("stop strings")
-            bad_words: list[list[int]] = []
-            if params.bad_words:
-                bad_words = encode_bad_words(self._need_tokenizer("bad_words"), params.bad_words)
+            prepared = prepare_prompt(self.tokenizer, prompt, params)
             sequences = self._engine.make_sequences(
-                token_ids, params, all_logits=all_logits, cache_salt=salt, bad_words=bad_words
+                prepared.token_ids,
+                prepared.params,
+                all_logits=all_logits,
+                cache_salt=prepared.cache_salt,
+                bad_words=prepared.bad_words,
             )
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
-        return _Request(sequences, text)
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
-        """Returns (text if there is one, token ids, cache salt)."""
-        if isinstance(prompt, str):
-            return prompt, self._encode(prompt, special=True), ""
-        if not isinstance(prompt, Mapping):
-            return None, _token_list(prompt), ""
-        if unknown := sorted(set(prompt) - _PROMPT_KEYS, key=str):
-            raise ValueError(f"unknown prompt field {unknown[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
-        text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
-        if not isinstance(salt, str) or (text is not None and not isinstance(text, str)):
-            raise ValueError("prompt and cache_salt must be strings")
-        if (token_ids := prompt.get("prompt_token_ids")) is not None:
-            return text, _token_list(token_ids), salt
-        if text is None:
-            raise ValueError('a prompt dict needs "prompt" or "prompt_token_ids"')
-        return text, self._encode(text, special=True), salt
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return encode_prompt(self._need_tokenizer("a text prompt"), text, add_special_tokens=special)
-
-    def _need_tokenizer(self, what: str) -> "PreTrainedTokenizerBase":
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer: give token ids, or pass tokenizer= and no skip_tokenizer_init")
-        return self.tokenizer
+        return _Request(sequences, prepared.text)
 
     def _run(self, requests: list[_Request], *, stream: bool | None) -> Generator[tuple[int, Any], None, None]:
         """Queue the requests and yield (index, output) as they progress; stream None yields EngineOutputs at the end.
@@ -439,11 +412,3 @@ def _is_prompt(value: object) -> bool:
 def _is_array(value: object) -> bool:
     """Whether it is a NumPy array or a tensor, and no scalar."""
     return bool(getattr(value, "shape", ()))
-
-
-def _token_list(prompt: object) -> Sequence[int]:
-    """A prompt of token ids as a list; arrays and tensors are converted."""
-    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
-        raise ValueError(f"a prompt must be a string, a list of token ids or a dict, got {prompt!r}")
-    return values

@@ -1,10 +1,9 @@
 """What a request returns: RequestOutput to users, EngineOutput from the engine to the text side."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import msgspec
 
 
 @dataclass(slots=True)
@@ -34,8 +33,7 @@ class RequestMetrics:
         return (self.finished_time - self.first_token_time) / (self.num_tokens - 1)
 
 
-@dataclass
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, array_like=True):
     """A token's log probability and rank (1 is the likeliest), and the likeliest tokens: ids, log probabilities."""
 
     logprob: float
@@ -44,16 +42,18 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(slots=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct, array_like=True):
     """What one step brought one request: token ids only, the text side turns them into text.
+
+    It may cross processes as msgpack.
 
     finish_reason: None while running, then "stop" (EOS or a stop token), "length", "abort", or "error" if the model
         left no token to choose.
     stop_reason: the stop token id that ended it; None for EOS, as in vLLM.
     logprobs: of the new tokens, if they were asked for. prompt_logprobs: of the second prompt token and on, likewise,
         with the first token.
-    logits: for requests that asked for all logits: float32 [tokens, V] on the CPU, one a step, in order of position.
+    logits: for requests that asked for all logits: float32 tensors [tokens, V] on the CPU, one a step, in order of
+        position.
     """
 
     request_id: int
@@ -62,9 +62,19 @@ class EngineOutput:
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-    logits: "list[torch.Tensor]" = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logits: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+
+
+def pack_outputs(outputs: list[EngineOutput]) -> bytes:
+    """The outputs of a step as msgpack, for another process. Logits stay here, who asked for them is here."""
+    return msgspec.msgpack.encode([*outputs], enc_hook=lambda logits: None)
+
+
+def unpack_outputs(packed: bytes | bytearray) -> list[EngineOutput]:
+    """The inverse of pack_outputs."""
+    return msgspec.msgpack.decode(packed, type=list[EngineOutput])
 
 
 @dataclass

@@ -141,3 +141,24 @@ def test_text_that_shrinks_is_not_printed_again(capsys: pytest.CaptureFixture[st
     for text in ("abc", "ab", "ab"):
         printer.update(output(0, text))
     assert capsys.readouterr().out == "abc"
+
+
+def test_serve_reads_every_kind_of_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanollm.server import app
+
+    calls: list[Any] = []
+    monkeypatch.setattr(app, "serve", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setenv("NANOLLM_API_KEY", "secret")
+    flags = "--tp 2 --gpu-memory-utilization 0.5 --no-enable-prefix-caching --overlap --dtype float16 --port 1"
+    assert main(["serve", "m", *flags.split(), "--hf-overrides", '{"a": 1}', "--allowed-origins", "http://a"]) == 0
+    ((model, options, engine_args),) = calls
+    assert model == "m"
+    assert engine_args == {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "overlap": True,
+        "dtype": "float16",
+        "hf_overrides": {"a": 1},
+    }
+    assert options == app.ServerOptions(port=1, api_key="secret", allowed_origins=["http://a"])

@@ -14,18 +14,19 @@ ROOT = Path(__file__).parent.parent
 DEPTH = {
     "": 0,  # nanollm/__init__.py
     "cli": 1,
-    "llm": 2,
     "server": 2,
-    "text": 3,
-    "engine": 3,
-    "runtime": 4,
-    "models": 5,
-    "layers": 6,
-    "distributed": 7,
-    "kernels": 8,
-    "outputs": 9,
-    "config": 9,
-    "sampling_params": 10,
+    "async_engine": 3,
+    "llm": 4,
+    "text": 5,
+    "engine": 5,
+    "runtime": 6,
+    "models": 7,
+    "layers": 8,
+    "distributed": 9,
+    "kernels": 10,
+    "outputs": 11,
+    "config": 11,
+    "sampling_params": 12,
 }
 ANYWHERE = ("pickle", "cloudpickle", "dill", "torch.load")
 BARRED = {"engine": ("torch", "transformers", "tokenizers", "nanollm.models", "nanollm.layers", "nanollm.kernels")}

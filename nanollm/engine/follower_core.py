@@ -1,6 +1,5 @@
 """FollowerCore: what stands in for EngineCore on ranks above 0 under torchrun."""
 
-from array import array
 from collections.abc import Sequence as AbstractSequence
 
 import numpy as np
@@ -8,14 +7,12 @@ import numpy as np
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.sequence import Sequence
-from nanollm.outputs import EngineOutput, TokenLogprobs
+from nanollm.outputs import EngineOutput, unpack_outputs
 from nanollm.runtime.channel import Kind
 from nanollm.runtime.executor import Follower
 from nanollm.runtime.ranks import EngineDeadError
 from nanollm.runtime.step_plan import StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
-
-_FINISH_REASONS = (None, "stop", "length", "abort", "error")
 
 
 class FollowerCore(EngineCore):
@@ -106,43 +103,3 @@ class _NoExecutor:
 
     def discard(self) -> None:
         """Nothing is ever submitted here."""
-
-
-def pack_outputs(outputs: list[EngineOutput]) -> bytes:
-    """Outputs as int32 words: id, finish reason, stop token or -1, cached tokens, numbers of new tokens, of their and
-    of the prompt's log probabilities; then the new tokens, and those."""
-    words = array("i")
-    for output in outputs:
-        stop = -1 if output.stop_reason is None else output.stop_reason
-        finish = _FINISH_REASONS.index(output.finish_reason)
-        counts = [len(output.new_token_ids), len(output.logprobs), len(output.prompt_logprobs)]
-        words.extend([output.request_id, finish, stop, output.num_cached_tokens, *counts, *output.new_token_ids])
-        for token in (*output.logprobs, *output.prompt_logprobs):
-            words.extend([token.rank, len(token.top_ids), *token.top_ids])
-            words.frombytes(array("d", [token.logprob, *token.top_logprobs]).tobytes())
-    return words.tobytes()
-
-
-def unpack_outputs(payload: "bytes | bytearray") -> list[EngineOutput]:
-    """The inverse of pack_outputs; metrics and logits stay on rank 0."""
-    words, outputs, at = array("i", payload), [], 0
-
-    def take(count: int) -> "array[int]":
-        nonlocal at
-        at += count
-        return words[at - count : at]
-
-    def take_logprobs() -> TokenLogprobs:
-        rank, num_top = take(2)
-        top_ids = take(num_top).tolist()
-        logprob, *top_logprobs = array("d", take(2 * num_top + 2).tobytes())
-        return TokenLogprobs(logprob, rank, top_ids, top_logprobs)
-
-    while at < len(words):
-        request_id, finish, stop, num_cached, num_new, num_logprobs, num_prompt = take(7)
-        output = EngineOutput(request_id, take(num_new).tolist(), _FINISH_REASONS[finish])
-        output.stop_reason, output.num_cached_tokens = None if stop < 0 else stop, num_cached
-        output.logprobs = [take_logprobs() for _ in range(num_logprobs)]
-        output.prompt_logprobs = [take_logprobs() for _ in range(num_prompt)]
-        outputs.append(output)
-    return outputs

@@ -1,4 +1,4 @@
-"""Link: the control connection between rank 0 and one other rank: plans one way, errors the other.
+"""Link: the control connection between rank 0 and one other rank: plans one way, errors the other; or rank 0's client.
 
 A stream socket, on one host and on several alike: any message size works, the kernel orders and wakes, a dead peer
 shows as end-of-file, and nothing has a name that a crash could leave behind.
@@ -17,7 +17,7 @@ from enum import IntEnum
 
 import numpy as np
 
-_HEADER = struct.Struct("<IIQ")  # magic, kind, payload bytes
+HEADER = struct.Struct("<IIQ")  # of every message: magic, kind, payload bytes
 _MAGIC = 0x4E4C4E4B
 TOKEN_BYTES = 32
 
@@ -33,6 +33,16 @@ class Kind(IntEnum):
     CLOSE = 5  # rank 0: leave; follower, torchrun: this rank makes no more calls
     ERROR = 6  # UTF-8 text; follower: time of its failure and traceback; rank 0: which rank failed and why
     APPLY = 7  # rank 0: name of a function to call with the model; follower: what it returned, as JSON
+    REQUESTS = 8  # between the engine process and its client, both ways: msgpack of nanollm.engine.engine_process
+
+
+def pack(kind: Kind, payload: bytes) -> bytes:
+    """A message as it crosses."""
+    return HEADER.pack(_MAGIC, kind, len(payload)) + payload
+
+
+class EngineDeadError(RuntimeError):
+    """The engine can't go on: a rank failed, or it was closed. Make a new LLM."""
 
 
 class LinkClosedError(Exception):
@@ -57,8 +67,7 @@ class Link:
 
     def send(self, kind: Kind, payload: "np.ndarray | bytes" = b"", timeout: float = 60.0) -> None:
         """Queue a message; TimeoutError if the other side has not made room for it in `timeout` seconds."""
-        data = payload if isinstance(payload, bytes) else payload.tobytes()
-        left = memoryview(_HEADER.pack(_MAGIC, kind, len(data)) + data)
+        left = memoryview(pack(kind, payload if isinstance(payload, bytes) else payload.tobytes()))
         deadline = time.monotonic() + timeout
         while left:
             try:
@@ -78,13 +87,13 @@ class Link:
         deadline = None if timeout is None else start + timeout
         sleep_from = start + (spin if timeout is None else min(spin, timeout))
         while True:
-            if len(self._received) >= _HEADER.size:
-                magic, kind, size = _HEADER.unpack_from(self._received)
+            if len(self._received) >= HEADER.size:
+                magic, kind, size = HEADER.unpack_from(self._received)
                 if magic != _MAGIC:
                     raise LinkClosedError("the control connection carries something else than our messages")
-                end = _HEADER.size + size
+                end = HEADER.size + size
                 if len(self._received) >= end:
-                    payload = self._received[_HEADER.size : end]
+                    payload = self._received[HEADER.size : end]
                     del self._received[:end]
                     return Kind(kind), payload
             try:

@@ -118,6 +118,11 @@ class Executor:
                 results.append(json.loads(self.ranks.receive(rank, Kind.APPLY, self._step_timeout)))
         return results
 
+    def check(self) -> None:
+        """EngineDeadError if another rank has failed, which shows between steps only here."""
+        with self._ends_all_ranks():
+            self.ranks.check()
+
     def close(self) -> None:
         """End all ranks and free the model and the cache; twice is fine."""
         self._end(_CLOSED)

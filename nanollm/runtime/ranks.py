@@ -25,16 +25,12 @@ from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition, mlp_split
 from nanollm.distributed.tp_group import TPGroup, world_is_taken
 from nanollm.models.source import ModelSource
-from nanollm.runtime.channel import Kind, Link, LinkClosedError, Listener, connect
+from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError, Listener, connect
 
 _WORKER = "nanollm-rank"  # the processes we start are named so, and know themselves by it
 _SHARE_GPU = "NANOLLM_RANKS_SHARE_GPUS"  # tests only: more ranks than GPUs, over gloo; right but slow
 _NO_MAIN_GUARD = 97  # exit code of a worker that was about to start an engine of its own
 _JOIN_TIMEOUT = 600.0  # seconds; importing PyTorch from a slow network disk takes minutes
-
-
-class EngineDeadError(RuntimeError):
-    """The engine can't go on: a rank failed, or it was closed. Make a new LLM."""
 
 
 class RankFailedError(Exception):

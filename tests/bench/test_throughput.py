@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
+def run(*arguments: object, device: str = "") -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "CUDA_VISIBLE_DEVICES": device}
     return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env)
 
 

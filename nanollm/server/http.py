@@ -1,0 +1,178 @@
+"""How requests come in and streams go out, and the bounds on both: sizes, times, and clients that go away."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nanollm.server.errors import ApiError, as_api_error, error_body
+
+MAX_BODY_BYTES = 32 << 20
+MAX_HEADER_BYTES = 64 << 10
+HEADER_SECONDS = 30.0  # for a connection to bring a whole header
+BODY_SECONDS = 60.0  # for a request to bring its whole body
+STALLED_SECONDS = 30.0  # how long a reader of a stream may take nothing while the buffers are full
+
+T = TypeVar("T")
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's, for which headers may be of any size and take any time."""
+
+    _header_bytes = 0
+    _in_header = True
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_header:
+            self._header_bytes += len(data)
+            self._wait_for_header()
+        super().data_received(data)
+        if self._in_header and self._header_bytes > MAX_HEADER_BYTES:
+            self.send_400_response(f"The header is larger than {MAX_HEADER_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {"nanollm.abort": {"call": self.transport.abort}}
+
+    def on_headers_complete(self) -> None:
+        self._in_header, self._header_bytes = False, 0
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_header = True
+        super().on_message_complete()
+
+    def _wait_for_header(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self._header_timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+async def read_json(request: Request, kind: type[T]) -> T:
+    """The request's body as a struct; ApiError says what is wrong with it."""
+    try:
+        body = await asyncio.wait_for(_read_body(request), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body took longer than {BODY_SECONDS:g} s") from None
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise ApiError(400, f"the body is not what this path takes: {error}") from None
+
+
+async def _read_body(request: Request) -> bytes:
+    announced = request.headers.get("content-length", "")
+    body = bytearray()
+    try:
+        if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body may have {MAX_BODY_BYTES} bytes, got {announced}")
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body may have {MAX_BODY_BYTES} bytes, and is larger")
+    except ClientDisconnect:
+        raise ApiError(400, "the body is incomplete") from None
+    return bytes(body)
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the coroutine returns; it is cancelled when the client goes away."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client went away")
+        return task.result()
+    finally:
+        await _cancel(task, gone)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. An error before the first event is raised, for a response of its own; later ones are events.
+
+    The generator is closed when the client goes away, or reads nothing for STALLED_SECONDS.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.init_headers({"cache-control": "no-cache"})
+        self._events = events
+        self._sending_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender, watcher = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(self._watch(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+            else:  # there is nobody to finish the response for
+                scope["extensions"]["nanollm.abort"]["call"]()
+        finally:
+            await _cancel(sender, watcher)
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        started = False
+        try:
+            async for event in self._events:
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    started = True
+                self._sending_since = time.monotonic()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._sending_since = None
+        except Exception as error:
+            if not started:
+                raise
+            event = b"data: " + msgspec.json.encode(error_body(as_api_error(error))) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(self, receive: Receive) -> None:
+        """Return when the client is gone or has stalled."""
+        gone = asyncio.ensure_future(_disconnect(receive))
+        with suppress(asyncio.CancelledError):
+            while not gone.done():
+                since = self._sending_since
+                if since is not None and time.monotonic() - since > STALLED_SECONDS:
+                    break
+                await asyncio.wait({gone}, timeout=STALLED_SECONDS / 4)
+        await _cancel(gone)

@@ -1,0 +1,94 @@
+"""What may be given as a prompt, and what of it and of its sampling parameters needs the tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from nanollm.sampling_params import SamplingParams
+from nanollm.text.tokenizer import encode_bad_words, encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass
+class PreparedPrompt:
+    """A prompt as the engine takes it. text: None if it came as token ids. bad_words: token ids of each."""
+
+    text: str | None
+    token_ids: Sequence[int]
+    cache_salt: str
+    params: SamplingParams
+    bad_words: list[list[int]]
+
+
+def prepare_prompt(
+    tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt, params: SamplingParams
+) -> PreparedPrompt:
+    """Read and tokenize one prompt: a string, token ids or a dict, as LLM.generate takes them.
+
+    params are copied and their settings checked again: fields may have been assigned since.
+    Raises ValueError if either is wrong, or needs a tokenizer and there is none.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
+    text, token_ids, salt = _read(tokenizer, prompt)
+    params = replace(params)
+    if params.stop:
+        need_tokenizer(tokenizer, "stop strings")
+    bad_words: list[list[int]] = []
+    if params.bad_words:
+        bad_words = encode_bad_words(need_tokenizer(tokenizer, "bad_words"), params.bad_words)
+    return PreparedPrompt(text, token_ids, salt, params, bad_words)
+
+
+def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What is used where no parameters are given: the model's generation_config.json, as far as vLLM reads it, and
+    SamplingParams' own defaults for the rest."""
+    names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    names["max_new_tokens"] = "max_tokens"
+    given = {ours: generation_config.get(theirs) for theirs, ours in names.items()}
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}; generation_config='vllm' ignores it") from None
+
+
+def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", what: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer; ValueError, with the ways out, if there is none."""
+    if tokenizer is None:
+        raise ValueError(f"{what} needs a tokenizer: give token ids, or pass tokenizer= and no skip_tokenizer_init")
+    return tokenizer
+
+
+def _read(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
+    """Returns (text if there is one, token ids, cache salt)."""
+
+    def encode(text: str) -> list[int]:
+        return encode_prompt(need_tokenizer(tokenizer, "a text prompt"), text)
+
+    if isinstance(prompt, str):
+        return prompt, encode(prompt), ""
+    if not isinstance(prompt, Mapping):
+        return None, _token_list(prompt), ""
+    if unknown := sorted(set(prompt) - _PROMPT_KEYS, key=str):
+        raise ValueError(f"unknown prompt field {unknown[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+    if not isinstance(salt, str) or (text is not None and not isinstance(text, str)):
+        raise ValueError("prompt and cache_salt must be strings")
+    if (token_ids := prompt.get("prompt_token_ids")) is not None:
+        return text, _token_list(token_ids), salt
+    if text is None:
+        raise ValueError('a prompt dict needs "prompt" or "prompt_token_ids"')
+    return text, encode(text), salt
+
+
+def _token_list(prompt: object) -> Sequence[int]:
+    """A prompt of token ids as a list; arrays and tensors are converted."""
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        raise ValueError(f"a prompt must be a string, a list of token ids or a dict, got {prompt!r}")
+    return values
