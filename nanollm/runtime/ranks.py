@@ -276,12 +276,30 @@ def _start_worker(ranks: Ranks, rank: int, config: EngineConfig, source: ModelSo
     # It inherits that SIGINT is blocked: Ctrl-C reaches the whole group, and rank 0 decides what it means.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process.start()
-        ranks.processes.append(process)
-        ranks.links.append(Link(ours))
+        with _ctrl_c_waits():
+            process.start()
+            ranks.processes.append(process)
+            ranks.links.append(Link(ours))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C is heard at the end only. Blocked in one thread, it may still come to another."""
+    caught: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT)
+    waits = threading.current_thread() is threading.main_thread() and callable(handler)
+    if waits:
+        signal.signal(signal.SIGINT, lambda *given: caught.append(given))
+    try:
+        yield
+    finally:
+        if waits:
+            signal.signal(signal.SIGINT, handler)
+    if caught and callable(handler):
+        handler(*caught[0])
 
 
 def _join_while_checking(ranks: Ranks, backend: str, config: EngineConfig, store: str) -> TPGroup:
