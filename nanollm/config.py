@@ -240,7 +240,7 @@ class EngineConfig:
     tensor_parallel_size: ranks (GPUs, or processes on the CPU) that share the model.
     max_logprobs: most log probabilities that a request may ask for at a token; -1 is the whole vocabulary.
     logprobs_mode: what logprobs are of: "raw_logprobs", the model's own distribution; "processed_logprobs", the one
-        that is drawn from; "raw_logits" and "processed_logits", logits instead. Of prompt tokens they are always raw.
+        that is drawn from; "raw_logits" and "processed_logits", logits instead. Of prompt tokens: always raw_logprobs.
     generation_config: "auto" takes defaults from the model's generation_config.json, "vllm" does not.
     disable_custom_all_reduce: use NCCL only, instead of our kernels that go through the peers' memory.
     step_timeout: seconds after which a rank that doesn't answer is taken for dead.

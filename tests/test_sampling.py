@@ -241,7 +241,7 @@ def test_logprobs_are_those_of_the_raw_distribution(model: TinyModel, count: int
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2}, {"overlap": True}])
+@pytest.mark.parametrize("settings", [{"logprobs_mode": "raw_logits"}, {"max_num_seqs": 2}, {"overlap": True}])
 def test_prompt_logprobs_chunked_and_after_a_prefix_was_cached(
     model: TinyModel, chunk: int, settings: dict[str, Any]
 ) -> None:

@@ -86,15 +86,16 @@ class Sampler:
         if logprobs is not None:
             index_L, num_top = logprobs
             x_LV = logits_r if self._mode.startswith("raw") else _drawn_from(rows, limit_S)
-            wanted = self.token_logprobs(x_LV[index_L], id_S[index_L], num_top)
+            as_logits = self._mode.endswith("logits")
+            wanted = self.token_logprobs(x_LV[index_L], id_S[index_L], num_top, as_logits=as_logits)
         advance_rows(id_S, rows_S, positions_S, self.state, self._last_token_R, self._first_id)
         return id_S, wanted
 
-    def token_logprobs(self, logits_r: Tensor, token_L: Tensor, num_top: int) -> Tensor:
+    def token_logprobs(self, logits_r: Tensor, token_L: Tensor, num_top: int, *, as_logits: bool = False) -> Tensor:
         """Float64 [L, 2 + 2 num_top], on every rank: the token's log probability and rank, then the most likely ones'
         log probabilities, then their ids. Rank 1 is the likeliest; of equals the last counts, as in vLLM.
 
-        logits_r: [L, V_r], any float dtype. token_L: int64 ids. In the "logits" modes these are logits instead.
+        logits_r: [L, V_r], any float dtype. token_L: int64 ids. as_logits: logits instead.
         """
         x_LV = logits_r.float()
         index_L = token_L - self._first_id
@@ -110,7 +111,7 @@ class Sampler:
         rank_L1 = self.tp.all_gather((x_LV >= own_L1).sum(-1, keepdim=True)).sum(0)
         top_LK, order_LK = top_RLK.transpose(0, 1).flatten(1).sort(stable=True, dim=-1, descending=True)
         id_LK = id_RLK.transpose(0, 1).flatten(1).gather(1, order_LK)
-        shift_L1 = sum_RL1.logsumexp(0) if self._mode.endswith("logprobs") else 0.0
+        shift_L1 = 0.0 if as_logits else sum_RL1.logsumexp(0)
         values = [own_L1 - shift_L1, rank_L1.double(), (top_LK - shift_L1)[:, :num_top], id_LK[:, :num_top]]
         return torch.cat(values, 1)
 

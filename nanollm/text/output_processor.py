@@ -224,9 +224,9 @@ class _Choice:
         for token_id in new_token_ids:
             self.token_ids.append(token_id)
             new_text = self.detokenizer.push([token_id])
-            if len(self.token_ids) <= self.request.params.min_tokens:  # no match counts that begins here
+            if len(self.token_ids) <= self.request.params.min_tokens:  # no match counts that is complete by here
                 self.text += new_text
-                self.num_decided = len(self.text)
+                self.num_decided = min(self._start_of_partial(stop) for stop in self.request.params.stop)
             elif (stop := self._extend(new_text)) is not None:
                 return stop
         return self._extend(self.detokenizer.flush()) if last else None

@@ -288,6 +288,14 @@ def end_of(tokenizer, text, **params):
     return completion.text, completion.stop_reason
 
 
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "a.bc"), (5, "a.bc"), (6, "a.bc.bd")])
+def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(qwen3, min_tokens, text):
+    """ ".b" is complete with the third token, and with the sixth."""
+    ids = [qwen3.convert_tokens_to_ids(char) for char in "a.bc.bd"]
+    outputs, _ = run(qwen3, one_each(ids), stop=".b", min_tokens=min_tokens)
+    assert outputs[-1].outputs[0].text == text
+
+
 def test_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="stop must be"):
         SamplingParams(stop="")
