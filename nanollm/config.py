@@ -284,6 +284,11 @@ class EngineConfig:
                 raise TypeError(f"unknown engine argument {name!r}; did you mean {nearest!r}?")
         return EngineConfig(model, **kwargs)
 
+    @property
+    def num_rows(self) -> int:
+        """Most sequences running: each decodes one token in every step, so no more than a step has tokens."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)

@@ -61,8 +61,7 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}  # finished, but a step in flight still writes their blocks
         self._blocked = (-1, 0)  # (request, room in blocks) of the last failed admission
-        # Every running sequence decodes one token in every step, so no more run than a step has tokens.
-        self._num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._num_rows = config.num_rows
         self._free_rows = list(range(self._num_rows))[::-1]
         self._num_steps = 0
         self._num_in_flight = 0
@@ -328,9 +327,8 @@ class Scheduler:
                 seq.num_sent_blocks = len(seq.block_ids)
             seq.num_computed_tokens = start + num_new
             seq.in_flight += 1
-            if (
-                seq.token_on_device and not seq.all_logits
-            ):  # most rows of most steps: nothing below but this concerns them
+            if seq.token_on_device and not seq.all_logits:
+                # Most rows of most steps: nothing below but this concerns them.
                 sampled.append(seq)
                 sampled_at.append(end - 1)
                 seq.num_pending += 1

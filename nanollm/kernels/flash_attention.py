@@ -6,7 +6,6 @@ Each version has its own module, names and block sizes; here they get the signat
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +13,33 @@ from torch import Tensor
 
 from nanollm.kernels.prefill_attention import prefill_attention_reference
 
-Attend = Callable[..., Tensor]
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Flash:
-    """version: 2, 3 or 4. attend: (q_TNH, k_cache, v_cache, block_tables_BM, query_starts_B1, context_lens_B, longest
-    query) -> [T, N, H]."""
+    """version: 2, 3 or 4. function: its attention over a paged cache. settings: how it names (block tables, starts of
+    the rows' queries, context lengths, longest query, block size)."""
 
     version: int
-    attend: Attend
+    function: Callable[..., Any]
+    settings: Callable[..., Settings]
+
+    def attend(
+        self,
+        q_TNH: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        tables_BM: Tensor,
+        starts_B1: Tensor,
+        lens_B: Tensor,
+        longest: int,
+    ) -> Tensor:
+        """[T, N, H]. longest: as many queries as any row has, or more."""
+        settings = self.settings(tables_BM, starts_B1, lens_B, longest, k_cache.shape[1])
+        found = self.function(q_TNH, k_cache, v_cache, causal=True, **settings)
+        out_TNH: Tensor = found[0] if isinstance(found, tuple) else found  # version 4 returns log-sum-exps too
+        return out_TNH
 
     def prefill(
         self,
@@ -54,75 +70,29 @@ class Flash:
         return out.copy_(torch.where((context_lens_B > 0)[:, None, None], out_BNH, out))
 
 
-def _version_3(
-    function: Any,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    longest: int,
-) -> Any:
-    return function(
-        q, k_cache, v_cache, cache_seqlens=lens, page_table=tables, cu_seqlens_q=starts, max_seqlen_q=longest,
-        causal=True,
-    )  # fmt: skip
+def _version_3(tables: Tensor, starts: Tensor, lens: Tensor, longest: int, block_size: int) -> Settings:
+    return {"cache_seqlens": lens, "page_table": tables, "cu_seqlens_q": starts, "max_seqlen_q": longest}
 
 
-def _inside_vllm(
-    function: Any,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    longest: int,
-) -> Any:
-    longest_k = tables.shape[1] * k_cache.shape[1]
-    return function(
-        q, k_cache, v_cache, cu_seqlens_q=starts, max_seqlen_q=longest, seqused_k=lens, max_seqlen_k=longest_k,
-        block_table=tables, causal=True, fa_version=3,
-    )  # fmt: skip
+def _inside_vllm(tables: Tensor, starts: Tensor, lens: Tensor, longest: int, block_size: int) -> Settings:
+    queries = {"cu_seqlens_q": starts, "max_seqlen_q": longest, "fa_version": 3}
+    return queries | {"seqused_k": lens, "max_seqlen_k": tables.shape[1] * block_size, "block_table": tables}
 
 
-def _version_4(
-    function: Any,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    longest: int,
-) -> Any:
-    found = function(
-        q, k_cache, v_cache, cu_seqlens_q=starts, seqused_k=lens, max_seqlen_q=longest, page_table=tables, causal=True
-    )
-    return found[0] if isinstance(found, tuple) else found
+def _version_4(tables: Tensor, starts: Tensor, lens: Tensor, longest: int, block_size: int) -> Settings:
+    return {"seqused_k": lens, "page_table": tables, "cu_seqlens_q": starts, "max_seqlen_q": longest}
 
 
-def _version_2(
-    function: Any,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    longest: int,
-) -> Any:
-    if k_cache.shape[1] % 256:
-        raise ValueError(f"FlashAttention 2 needs blocks of a multiple of 256 tokens, not {k_cache.shape[1]}")
-    return function(
-        q, k_cache, v_cache, cu_seqlens_q=starts, cu_seqlens_k=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
-        max_seqlen_q=longest, max_seqlen_k=tables.shape[1] * k_cache.shape[1], block_table=tables, causal=True,
-    )  # fmt: skip
+def _version_2(tables: Tensor, starts: Tensor, lens: Tensor, longest: int, block_size: int) -> Settings:
+    if block_size % 256:
+        raise ValueError(f"FlashAttention 2 needs blocks of a multiple of 256 tokens, not {block_size}")
+    starts_k = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    queries = {"cu_seqlens_q": starts, "max_seqlen_q": longest}
+    return queries | {"cu_seqlens_k": starts_k, "max_seqlen_k": tables.shape[1] * block_size, "block_table": tables}
 
 
 # In the order in which they are tried.
-_KINDS: list[tuple[int, str, str, Attend]] = [
+_KINDS: list[tuple[int, str, str, Callable[..., Settings]]] = [
     (3, "flash_attn_interface", "flash_attn_with_kvcache", _version_3),
     (3, "vllm.vllm_flash_attn", "flash_attn_varlen_func", _inside_vllm),
     (4, "flash_attn.cute", "flash_attn_varlen_func", _version_4),
@@ -145,9 +115,9 @@ def find_flash(
     any_version: False looks for the first of them only, FlashAttention 3 in a package of its own.
     """
     reasons = []
-    for version, module, name, attend in _KINDS if any_version else _KINDS[:1]:
+    for version, module, name, settings in _KINDS if any_version else _KINDS[:1]:
         try:
-            flash = Flash(version, partial(attend, getattr(importlib.import_module(module), name)))
+            flash = Flash(version, getattr(importlib.import_module(module), name), settings)
             _check(flash, num_heads, num_kv_heads, head_dim, block_size, dtype, device)
         except ModuleNotFoundError as error:
             # It is there, but something that it needs isn't.

@@ -100,7 +100,7 @@ class ModelRunner:
         checkpoint.close()
         if device.type == "cpu" and self.dtype == torch.float32:
             store_by_columns(self.model)
-        num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        num_rows = config.num_rows
         head = self.model.lm_head
         vocab = range(head.start, head.start + len(head.weight))
         max_blocks = -(-(self.max_model_len + 1) // self.block_size)
