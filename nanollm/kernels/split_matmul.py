@@ -107,8 +107,8 @@ def _split_matmul_kernel(
     weight_OD,
     num_rows,
     size_out,
-    SIZE_IN: tl.constexpr,
-    SPLITS: tl.constexpr,
+    size_in,
+    split_size,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
@@ -120,15 +120,14 @@ def _split_matmul_kernel(
     row_M = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     out_O = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     split = tl.program_id(2).to(tl.int64)
-    size: tl.constexpr = SIZE_IN // SPLITS
     column_D = tl.arange(0, CHUNK)
-    weight = weight_OD + out_O.to(tl.int64)[:, None] * SIZE_IN + split * size
-    up_weight = weight + size_out.to(tl.int64) * SIZE_IN
-    x = x_MD + tl.minimum(row_M, num_rows - 1).to(tl.int64)[:, None] * SIZE_IN + split * size + column_D[None, :]
+    weight = weight_OD + out_O.to(tl.int64)[:, None] * size_in + split * split_size
+    up_weight = weight + size_out.to(tl.int64) * size_in
+    x = x_MD + tl.minimum(row_M, num_rows - 1).to(tl.int64)[:, None] * size_in + split * split_size + column_D[None, :]
     if PDL:
         # Weights are nobody's output, so they needn't wait for the kernel before this one.
         gdc_launch_dependents()
-        line = tl.minimum(tl.arange(0, _PREFETCHED // 64) * 64, size - 1)[None, :]
+        line = tl.minimum(tl.arange(0, _PREFETCHED // 64) * 64, split_size - 1)[None, :]
         _prefetch(weight + line)
         if GATED:
             _prefetch(up_weight + line)
@@ -136,7 +135,7 @@ def _split_matmul_kernel(
     # Tensor cores take 64 rows of their first operand at a time: outputs, unless there are as many rows.
     acc = tl.zeros([ROWS, OUTS] if ROWS >= 128 else [OUTS, ROWS], tl.float32)
     up_acc = acc
-    for first in tl.range(0, size, CHUNK, num_stages=STAGES):
+    for first in tl.range(0, split_size, CHUNK, num_stages=STAGES):
         w_OD = tl.load(weight + (first + column_D)[None, :])
         x_MC = tl.load(x + first)
         if ROWS >= 128:
@@ -174,8 +173,8 @@ def _split_matmul_triton(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles, *, gated
         weight_OD,
         num_rows,
         size_out,
-        SIZE_IN=size_in,
-        SPLITS=tiles.splits,
+        size_in,
+        size_in // tiles.splits,
         GATED=gated,
         ROWS=tiles.rows,
         OUTS=tiles.outs,
