@@ -154,7 +154,7 @@ def _draw_kernel(
 
 
 def _draw_triton(
-    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None, num_warps: int = 8
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None, num_warps: int = 16
 ) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
