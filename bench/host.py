@@ -51,7 +51,7 @@ class FakeExecutor:
         model: Any = torch.nn.Module()
         model.lm_head = head
         self.rows = RowState(batch, -(-(max_model_len + 1) // BLOCK_SIZE), BLOCK_SIZE, range(256), cpu)
-        sampler = Sampler(self.rows.sampler, self.rows.state.last_token_R, 0, TPGroup(), "raw_logprobs")
+        sampler = Sampler(self.rows.sampler, self.rows.state.last_token_R, range(256), TPGroup(), "raw_logprobs")
         self.decode = DecodeSteps(model, self.rows, sampler, batch, [batch])
         sampling = (Replayed(), torch.zeros(batch, dtype=torch.int64))
         self.decode._graphs[batch] = _Graphs(Replayed(), {Filters.NONE: sampling})  # type: ignore[arg-type, dict-item]

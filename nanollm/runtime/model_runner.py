@@ -106,7 +106,8 @@ class ModelRunner:
         max_blocks = -(-(self.max_model_len + 1) // self.block_size)
         self.rows = RowState(num_rows, max_blocks, self.block_size, vocab, device)
         last_token_R = self.rows.state.last_token_R
-        sampler = Sampler(self.rows.sampler, last_token_R, head.start, tp, config.logprobs_mode)
+        real = vocab[: head.num_rows]
+        sampler = Sampler(self.rows.sampler, last_token_R, real, tp, config.logprobs_mode)
         sizes = capture_sizes(num_rows) if device.type == "cuda" else []
         self.decode = DecodeSteps(self.model, self.rows, sampler, num_rows, sizes)
         self.attention_backend = attention_backend(

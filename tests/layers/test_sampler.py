@@ -68,20 +68,27 @@ def shard_of(state: SamplerState, start: int, length: int) -> SamplerState:
 
 
 def sample_on(
-    size: int, logits: Tensor, state: SamplerState, filters: Filters, mode: str = "raw_logprobs"
+    size: int,
+    logits: Tensor,
+    state: SamplerState,
+    filters: Filters,
+    mode: str = "raw_logprobs",
+    every: int = 3,
+    num_top: int = 5,
 ) -> list[Any]:
-    """(tokens of two steps, log probabilities of the second) on each rank."""
+    """(tokens of two steps, log probabilities of the second, of every few rows) on each rank."""
     length = vocab_shard_size(logits.shape[1], size)
 
     def run(tp: TPGroup) -> Any:
         start = min(tp.rank * length, logits.shape[1])
         ours = logits[:, start : start + length]
+        vocab = range(start, start + ours.shape[1])
         ours = torch.nn.functional.pad(ours, (0, length - ours.shape[1]), value=float("-inf"))
         last = torch.zeros(len(state.params_RP), dtype=torch.int64)
-        sampler = Sampler(shard_of(state, start, length), last, start, tp, mode)
+        sampler = Sampler(shard_of(state, start, length), last, vocab, tp, mode)
         rows = torch.arange(len(logits))
         first, _ = sampler.sample(ours, rows, rows + 7, filters)
-        second, logprobs = sampler.sample(ours, rows, rows + 8, filters, (rows[::3], 5))
+        second, logprobs = sampler.sample(ours, rows, rows + 8, filters, (rows[::every], num_top))
         assert torch.equal(last[:-1], second)
         return torch.stack((first, second)), logprobs
 
@@ -150,6 +157,18 @@ def test_processed_log_probabilities_are_of_what_was_drawn_from(size: int) -> No
             torch.testing.assert_close(found[0, 0], x[tokens[1, 0]], atol=1e-5, rtol=0)
             torch.testing.assert_close(found[0, 2:5], x.topk(3).values, atol=1e-5, rtol=0)
             assert torch.isinf(found[0, 5:7]).all() == mode.startswith("processed")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("vocab_size", [300, 200])  # of 3 ranks the last has 44 tokens, or none
+def test_impossible_tokens_among_the_likeliest_are_tokens_that_exist(size: int, vocab_size: int) -> None:
+    logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits[1, 3:] = float("-inf")
+    state = make_state(2, vocab_size, TOP_K=[3])
+    for mode in ("processed_logprobs", "processed_logits", "raw_logprobs"):
+        for _, found in sample_on(size, logits, state, Filters.LARGEST, mode, every=1, num_top=vocab_size):
+            assert found[:, 2 : 2 + vocab_size].isfinite().sum(-1).tolist() == [vocab_size if "raw" in mode else 3, 3]
+            assert (found[:, 2 + vocab_size :].sort(-1).values == torch.arange(vocab_size)).all()
 
 
 @pytest.mark.parametrize(
