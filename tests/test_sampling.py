@@ -70,6 +70,18 @@ def test_seeded_samples_are_the_same_alone_batched_chunked_and_preempted(
             assert (other.get_stats().num_preemptions > 0) == ("num_kv_blocks" in settings)
 
 
+def test_seeded_samples_are_the_same_alone_and_in_a_batch_of_256(model: TinyModel, llm: LLM) -> None:
+    ours = [(random_prompt(length, seed=4), params) for length in (3, 40) for params in (FREE, EVERYTHING, TOP_P)]
+    others = [(random_prompt(1 + i % 9, seed=i), SamplingParams(seed=i, max_tokens=24)) for i in range(250)]
+    with model.llm(max_num_seqs=256, num_kv_blocks=1024) as big:
+        batches: list[int] = []
+        submit = big._executor.submit
+        big._executor.submit = lambda plan: (batches.append(len(plan.row_ids_B)), submit(plan))  # type: ignore[method-assign]
+        outputs = big.generate(*zip(*(others + ours), strict=True), use_tqdm=False)
+    assert max(batches) == 256
+    assert [output.outputs[0].token_ids for output in outputs[250:]] == [tokens(llm, *request) for request in ours]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_and_three_ranks_sample_what_one_samples(model: TinyModel, llm: LLM, size: int) -> None:
     prompts = [random_prompt(length, seed=4) for length in (3, 17, 40)]
@@ -269,6 +281,7 @@ def test_processed_logprobs_are_of_what_is_drawn_from(model: TinyModel) -> None:
         completion = generate(llm, prompt, params).outputs[0]
     logits = model.logits(prompt + completion.token_ids)[len(prompt) - 1 :] / 0.5
     for found, row in zip(completion.logprobs, logits, strict=False):
+        assert len(found) == 5 and max(found) < VOCAB_SIZE
         kept = {token_id for token_id, entry in found.items() if entry.logprob > -math.inf}
         assert kept == set(row.topk(3).indices.tolist())
         assert sum(math.exp(found[token_id].logprob) for token_id in kept) == pytest.approx(1)

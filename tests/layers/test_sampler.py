@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.token_rules import SamplerState
 from nanollm.layers.sampler import Filters, Sampler
 from tests.kernels.checks import make_rules, make_state
+from tests.kernels.test_filters_and_draws import COMBINATIONS, chi_squared_passes, probabilities_of
 
 SIZE = 1000  # 3 ranks have 384, 384 and 232 of these tokens
 NUM_ROWS = 300
@@ -125,6 +127,34 @@ def test_two_and_three_ranks_choose_what_one_chooses(name: str, rules: bool) -> 
         for tokens, logprobs in sample_on(size, logits, state, filters):
             assert torch.equal(tokens, expected)
             torch.testing.assert_close(logprobs[:, :7], expected_logprobs[:, :7], rtol=1e-6, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(("size", "vocab_size"), [(2, 512), (3, 600)])  # of 600 the third rank has 88
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_draws_on_several_ranks_have_the_frequencies_of_the_softmax(name: str, size: int, vocab_size: int) -> None:
+    """20,000 draws, which differ in nothing but their seed."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    columns = {"TEMPERATURE": [1.0], "TOP_K": [0], "TOP_P": [1.0], "MIN_P": [0.0]} | COMBINATIONS[name]
+    state = make_state(20_000, 1, SEED_LOW=list(range(20_000)), **columns)
+    filters = Filters.of(*(values[0] for values in columns.values()))  # type: ignore[arg-type]
+    length = vocab_shard_size(vocab_size, size)
+
+    def run(tp: TPGroup) -> Tensor:
+        vocab = range(vocab_size)[tp.rank * length :][:length]
+        ours = torch.full((1, length), float("-inf"))
+        ours[0, : len(vocab)] = logits[vocab.start : vocab.stop]
+        last = torch.zeros(len(state.params_RP), dtype=torch.int64)
+        sampler = Sampler(state, last, vocab, tp, "raw_logprobs")
+        for rows in torch.arange(20_000).split(2000):  # which fit a cache
+            sampler.sample(ours.expand(len(rows), -1), rows, torch.full_like(rows, 5), filters)
+        return last[:-1]
+
+    first, *others = on_threads(size, run)
+    assert all(torch.equal(first, other) for other in others)
+    expected = probabilities_of(logits.numpy(), columns)
+    assert chi_squared_passes(first, expected)
+    wrong = expected * np.where(np.arange(vocab_size) % 2, 1.2, 1.0)
+    assert not chi_squared_passes(first, wrong / wrong.sum()), "the test could fail"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
