@@ -2,12 +2,15 @@
 
 import random
 from array import array
+from collections import Counter
 from itertools import count
 from typing import Any
 
 import pytest
 
 from nanollm.config import EngineConfig
+from nanollm.engine import engine_core
+from nanollm.engine.block_manager import BlockManager
 from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
@@ -517,6 +520,28 @@ def test_continuations_wait_for_the_first_to_plan_the_prompt_and_then_share_it(c
     # Each has noise of its own: here, other tokens.
     assert len({tuple(engine.tokens[seq.request_id]) for seq in sequences}) == 3
     engine.check_result(sequences[0].request_id)
+
+
+def test_continuations_are_validated_once_and_their_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: calls.update([name]) or function(*args))
+
+    counted(engine_core, "check_token_ids")
+    counted(engine_core, "check_rules")
+    counted(BlockManager, "_hash")
+    engine = Engine(block_size=4)
+    settings = SamplingParams(n=50, temperature=0, seed=0, max_tokens=1)
+    sequences = engine.core.make_sequences(list(range(17)), settings)
+    for seq in sequences:
+        engine.core.add(seq)
+    while engine.core.has_unfinished:
+        engine.core.step()
+    assert calls == {"check_token_ids": 1, "check_rules": 1, "_hash": 4}
+    assert [seq.request_id for seq in sequences] == list(range(50))
+    assert all(seq.num_output_tokens == 1 for seq in sequences)
 
 
 def test_the_others_go_on_when_the_first_continuation_is_aborted_before_it_runs() -> None:
