@@ -378,6 +378,7 @@ class LLM:
             executor = self._executor
             with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
                 outputs = self._engine.step()
+                self._engine.launch_ahead()
                 if isinstance(executor, Executor) and executor.has_followers:
                     executor.send_outputs(pack_outputs(outputs))
                 results, aborts = self._processor.process(outputs)

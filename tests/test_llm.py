@@ -195,6 +195,25 @@ def test_after_an_exception_in_a_step_the_engine_is_empty_and_right(
         assert [o.outputs[0].token_ids for o in outputs] == [model.greedy(p, 8) for p in prompts[::-1]]
 
 
+@pytest.mark.parametrize(("overlap", "order"), [(True, "wait launch text"), (False, "launch wait text")])
+def test_no_launch_waits_for_the_text_of_earlier_tokens(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, order: str
+) -> None:
+    with tiny("qwen3").llm(overlap=overlap) as llm:
+        events: list[str] = []
+
+        def note(owner: Any, name: str, event: str) -> None:
+            method = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args: events.append(event) or method(*args))
+
+        note(llm._executor, "submit", "launch")
+        note(llm._executor, "collect", "wait")
+        note(llm._processor, "process", "text")
+        list(llm.generate_stream([random_prompt(9)], GREEDY))
+    steps = " ".join(events).split(" text")[1:-3]  # at the end there is nothing to launch
+    assert [step.strip() + " text" for step in steps] == [order] * 5
+
+
 def test_inside_a_running_event_loop(llm: LLM) -> None:
     async def main() -> Any:
         return llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)

@@ -3,7 +3,9 @@
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -128,15 +130,17 @@ class EngineCore:
 
         If a step fails, every request is dropped, the engine is empty and usable again, and the error is raised.
         """
-        self._mend()
-        self._is_torn = True
-        try:
-            outputs = self._step()
-        except BaseException:
-            self.reset()
-            raise
-        self._is_torn = False
-        return outputs
+        with self._resets_if_it_fails():
+            return self._step()
+
+    def launch_ahead(self) -> None:
+        """Launch what the next step() would launch first, if steps overlap; fails as step() does.
+
+        For whoever turns outputs into text in this thread: then the device has work meanwhile.
+        """
+        if self._depth > 1:
+            with self._resets_if_it_fails():
+                self._launch()
 
     def reset(self) -> None:
         """Drop every request and all cached prefixes, as after a failed step.
@@ -169,7 +173,18 @@ class EngineCore:
             num_tokens_out=scheduler.num_tokens_out,
         )
 
-    def _step(self) -> list[EngineOutput]:
+    @contextmanager
+    def _resets_if_it_fails(self) -> Iterator[None]:
+        self._mend()
+        self._is_torn = True
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+        self._is_torn = False
+
+    def _launch(self) -> None:
         while len(self._in_flight) < self._depth:
             try:
                 step = self.scheduler.schedule(time.monotonic())
@@ -179,6 +194,9 @@ class EngineCore:
                 break
             self._in_flight.append(step)
             self.executor.submit(step.plan)
+
+    def _step(self) -> list[EngineOutput]:
+        self._launch()
         if not self._in_flight:
             if self.scheduler.has_unfinished:
                 raise RuntimeError("scheduler found nothing to run for the requests it has")
