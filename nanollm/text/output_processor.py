@@ -62,7 +62,7 @@ class OutputProcessor:
         self._choices.pop(request_id, None)
 
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[int]]:
-        """Take one step's outputs; return (one for each request whose caller is to see it, ids that the engine must abort).
+        """Take one step's outputs; return (what to hand to callers, one a request, and ids that the engine must abort).
 
         A continuation is to be aborted when a stop string ended it and the engine doesn't know yet. Each finished one
         is forgotten here: what the engine still sends for it (a surplus token, the abort itself) is ignored.
