@@ -454,6 +454,8 @@ def test_a_function_is_applied_to_the_model_of_every_rank(model: TinyModel, llm:
     assert llm.apply_model(shape_of_the_head) == [[384, 64]]
     with pytest.raises(ValueError, match="must be importable"):
         llm.apply_model(lambda model: None)
+    with pytest.raises(ValueError, match="must be importable, at the top level of a module; None is not"):
+        llm.apply_model(None)  # type: ignore[arg-type]
     with model.llm(tensor_parallel_size=2) as two:
         two.generate([[1, 2, 3]], FREE, use_tqdm=False)
         assert two.apply_model(shape_of_the_head) == [[256, 64]] * 2
