@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from nanollm import LLM, SamplingParams
+from nanollm.engine import scheduler
+from nanollm.runtime import rows
 from tests.conftest import VOCAB_SIZE, TinyModel, random_prompt
 
 README = Path(__file__).parents[1] / "README.md"
@@ -228,6 +230,19 @@ def test_a_row_without_any_possible_token_ends_with_an_error_and_the_others_go_o
     assert (outputs[0].outputs[0].token_ids, outputs[0].outputs[0].finish_reason) == ([65, 65], "error")
     assert outputs[1].outputs[0].token_ids == tokens(lettered, random_prompt(9), FREE)
     assert lettered.get_stats().num_running == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_few_rows_with_room_for_rules_give_the_same_tokens(
+    model: TinyModel, llm: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    for module in (scheduler, rows):
+        monkeypatch.setattr(module, "MAX_RULED_ROWS", 2)
+    requests = [(random_prompt(9, seed=i), EVERYTHING if i % 3 else FREE) for i in range(12)]
+    with model.llm(overlap=overlap, max_num_seqs=8) as few:
+        assert few._executor.runner.rows.sampler.words_RV.shape == (2, 384)  # type: ignore[union-attr]
+        outputs = few.generate(*zip(*requests, strict=True), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens(llm, *request) for request in requests]
 
 
 # Log probabilities

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanollm.config import EngineConfig
-from nanollm.engine import engine_core
+from nanollm.engine import engine_core, scheduler
 from nanollm.engine.block_manager import BlockManager
 from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
 from nanollm.engine.sequence import Sequence
@@ -500,6 +500,23 @@ def test_the_same_requests_give_the_same_plans_again() -> None:
 
 
 # Several continuations of a prompt, and what is wanted of its tokens
+
+
+def test_sequences_with_rules_run_in_the_first_rows_only_and_the_others_leave_them_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_RULED_ROWS", 2)
+    engine = Engine(max_num_seqs=5, num_blocks=200)
+    penalty = {"presence_penalty": 1.0}
+    kinds: list[dict[str, float]] = [{}, {}, {}, penalty, {}, penalty, {}, penalty, penalty]
+    ids = [engine.add([i], max_tokens=20, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
+    engine.step()
+    rows = [engine.sequences[i].row for i in ids]
+    assert sorted(rows[:3]) == [2, 3, 4]  # the others' rows, as long as there are any
+    assert (rows[3:5], rows[5:]) == ([0, 1], [-1] * 4)  # the fifth has taken one, so the next with rules waits
+    while engine.core.has_unfinished:
+        engine.step()  # checks where they are
+    assert all(len(engine.tokens[i]) == 20 for i in ids)
 
 
 @pytest.mark.parametrize("caching", [True, False])
