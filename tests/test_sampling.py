@@ -109,7 +109,7 @@ def test_two_and_three_ranks_sample_what_one_samples(model: TinyModel, llm: LLM,
 
 def test_repetition_penalty_gives_the_tokens_of_transformers(model: TinyModel, llm: LLM) -> None:
     prompt = random_prompt(20, seed=9)
-    for penalty in (1.3, 0.8):
+    for penalty in (1.3, 0.8, 0.01, 100.0):
         settings = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=30, repetition_penalty=penalty, pad_token_id=0, eos_token_id=None
         )
@@ -371,6 +371,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": "1"}, "prompt_logprobs"),
     *(({"logit_bias": value}, "logit_bias") for value in ({-1: 0}, {2**63: 0}, {5: 101}, {5: math.nan}, {"x": 1}, [5])),
     *(({"allowed_token_ids": value}, "allowed_token_ids") for value in ([], [-1], [2**63], "5")),
+    *(({"stop_token_ids": value}, "stop_token_ids") for value in ([-1], [2**63], [True])),
     *(({"bad_words": value}, "bad_words") for value in ("", [" "], [5])),
     *(({"stop": value}, "stop") for value in ("", [""])),
     ({"min_tokens": 17}, "min_tokens"),
@@ -410,6 +411,8 @@ def test_too_many_bans_and_biases_are_refused_by_name(tiny: Any, lettered: LLM) 
         assert max(outputs[0].outputs[0].token_ids) < 1022
         outputs = llm.generate([[1, 2]], SamplingParams(allowed_token_ids=list(range(3000))), use_tqdm=False)
         assert max(outputs[0].outputs[0].token_ids) < 3000
+        everything = SamplingParams(stop_token_ids=list(range(4000)))
+        assert len(tokens(llm, [1, 2], everything)) == 1
     with pytest.raises(ValueError, match="prompt 0: bad_words must be valid Unicode, got half a surrogate pair"):
         lettered.generate([[1, 2]], SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
     with pytest.raises(ValueError, match="bad_words may have 128 of more than one token"):
@@ -428,6 +431,17 @@ def test_odd_values_have_their_documented_meaning(llm: LLM) -> None:
         assert tokens(llm, prompt, replace(free, **same)) == tokens(llm, prompt, free)
     two = llm.generate([prompt, prompt], free, use_tqdm=False)
     assert two[0].outputs[0].token_ids == two[1].outputs[0].token_ids
+
+
+def test_every_seed_is_its_own_and_none_is_a_new_one_each_time(llm: LLM) -> None:
+    seeds = [0, 1, -1, 2**32, -(2**63), 2**63 - 1, None, None]
+    params = [replace(FREE, seed=seed, max_tokens=8) for seed in seeds]
+    first, again = (
+        [output.outputs[0].token_ids for output in llm.generate([[5, 6]] * len(seeds), params, use_tqdm=False)]
+        for _ in range(2)
+    )
+    assert first[:-2] == again[:-2]
+    assert len(set(map(tuple, first + again[-2:]))) == len(seeds) + 2
 
 
 # Defaults
@@ -456,6 +470,19 @@ def test_the_readme_lists_every_parameter_with_its_default() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", README.read_text(), re.MULTILINE)
     defaults = {field.name: repr(getattr(SamplingParams(), field.name)) for field in fields(SamplingParams)}
     assert dict(rows) == defaults
+
+
+def test_the_readme_lists_the_ranges_that_are_accepted() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `.+?` \| (−?[\d.]+) to (−?[\d.]+) \|", README.read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    for name, *limits in rows:
+        low, high = (float(limit.replace("−", "-")) for limit in limits)
+        kind = type(getattr(SamplingParams(), name)) if name != "logit_bias" else lambda bias: {5: float(bias)}
+        SamplingParams(**{name: kind(low)})
+        SamplingParams(**{name: kind(high)})
+        for beyond in (low - 1 if kind is int else low - 0.001, high + 1 if kind is int else high + 0.001):
+            with pytest.raises(ValueError, match=name):
+                SamplingParams(**{name: kind(beyond)})
 
 
 # Access to the model
