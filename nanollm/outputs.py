@@ -42,7 +42,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
-class EngineOutput(msgspec.Struct, array_like=True):
+class EngineOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step brought one request: token ids only, the text side turns them into text.
 
     It may cross processes as msgpack.

@@ -65,6 +65,8 @@ class Scheduler:
         self._num_rows = config.num_rows
         self._num_ruled_rows = min(self._num_rows, MAX_RULED_ROWS)
         self._free_all_rows()
+        # Of plans of nothing but decodes: slices, since making an array of 256 numbers takes 10 µs.
+        self._ones, self._numbers = np.ones(self._num_rows, np.int32), np.arange(self._num_rows, dtype=np.int32)
         self._num_steps = 0
         self._num_in_flight = 0
         self.num_preemptions = 0
@@ -326,7 +328,7 @@ class Scheduler:
             start = seq.num_computed_tokens
             end += num_new
             computed.append(start)
-            on_device.append(int(seq.token_on_device))
+            on_device.append(seq.token_on_device)
             if len(seq.block_ids) > seq.num_sent_blocks:
                 if seq.num_sent_blocks == 0:
                     started.append(seq)
@@ -365,19 +367,20 @@ class Scheduler:
         rules = [row_rules(seq) for seq in started]
         row_ids_B = _int32([seq.row for seq in draft.sequences])
         all_sample = len(sampled) == len(draft.sequences)
+        decodes = all_sample and end == len(sampled) and not spans  # most steps
         rows, starts, counts = zip(*appends, strict=True) if appends else ((), (), ())
         plan = StepPlan(
             step=self._num_steps,
             row_ids_B=row_ids_B,
-            num_new_B=_int32(draft.num_new),
+            num_new_B=self._ones[:end] if decodes else _int32(draft.num_new),
             num_computed_B=_int32(computed),
-            on_device_B=_int32(on_device),
+            on_device_B=_int32(on_device) if host_tokens else self._ones[: len(on_device)],
             host_tokens=_int32(host_tokens),
             append_rows=_int32(rows),
             append_starts=_int32(starts),
             append_counts=_int32(counts),
             append_blocks=_int32(append_blocks),
-            logit_rows_L=_int32(sampled_at + span_positions),
+            logit_rows_L=self._numbers[:end] if decodes else _int32(sampled_at + span_positions),
             sampled_rows_S=row_ids_B if all_sample else _int32([seq.row for seq in sampled]),
             params_rows=_int32([seq.row for seq in started]),
             params=_int32([word for pair in zip(started, rules, strict=True) for word in pack_params(*pair)]),
@@ -403,5 +406,5 @@ class Scheduler:
             seq.row = -1
 
 
-def _int32(values: list[int] | tuple[int, ...]) -> np.ndarray:
+def _int32(values: list[int] | list[bool] | tuple[int, ...]) -> np.ndarray:
     return np.array(values, np.int32)
