@@ -1,5 +1,6 @@
 """LLM: the offline API. Text or token ids in, RequestOutputs out."""
 
+import gc
 import hashlib
 import logging
 import os
@@ -309,6 +310,7 @@ class LLM:
         """
         mailbox: deque[RequestOutput | EngineOutput | BaseException] = deque()
         index_of: dict[int, int] = {}
+        gc.freeze()  # a collection then doesn't go through all there was before, which would hold steps up by 0.15 s
         try:
             with self._exclusive():
                 for index, request in enumerate(requests):
@@ -344,6 +346,7 @@ class LLM:
                         left -= 1
                     yield index, output
         finally:
+            gc.unfreeze()
             self._abandoned.extend(index_of)
             with self._exclusive():
                 pass
