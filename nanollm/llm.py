@@ -24,7 +24,7 @@ from nanollm.runtime.ranks import EngineDeadError, check_ranks, follow_torchrun,
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
-from nanollm.text.prompts import Prompt, default_params, need_tokenizer, prepare_prompt
+from nanollm.text.prompts import BYTES, Prompt, default_params, need_tokenizer, prepare_prompt
 from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class LLM:
     ) -> list[_Request]:
         """Tokenize and validate everything before anything is queued, so that a bad prompt loses nothing else."""
         many: Any = prompts
-        if isinstance(prompts, bytes) or (not isinstance(prompts, (str, Mapping, Sequence)) and not _is_array(prompts)):
+        if isinstance(prompts, BYTES) or (not isinstance(prompts, (str, Mapping, Sequence)) and not _is_array(prompts)):
             raise ValueError(f"prompts must be one prompt or a list of them, got {prompts!r}")
         if isinstance(prompts, (str, Mapping)) or (len(prompts) and not _is_prompt(prompts[0])):
             many = [prompts]
@@ -381,6 +381,7 @@ class LLM:
             executor = self._executor
             with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
                 outputs = self._engine.step()
+                self._engine.launch_ahead()
                 if isinstance(executor, Executor) and executor.has_followers:
                     executor.send_outputs(pack_outputs(outputs))
                 results, aborts = self._processor.process(outputs)
@@ -409,7 +410,7 @@ def _outputs(run: Generator[tuple[int, RequestOutput], None, None]) -> Iterator[
 
 def _is_prompt(value: object) -> bool:
     """Whether a list's first element is a prompt itself, rather than a token id of the one prompt."""
-    return _is_array(value) or isinstance(value, (str, Mapping, Sequence))
+    return _is_array(value) or isinstance(value, (str, Mapping, Sequence, *BYTES))
 
 
 def _is_array(value: object) -> bool:

@@ -195,6 +195,25 @@ def test_after_an_exception_in_a_step_the_engine_is_empty_and_right(
         assert [o.outputs[0].token_ids for o in outputs] == [model.greedy(p, 8) for p in prompts[::-1]]
 
 
+@pytest.mark.parametrize(("overlap", "order"), [(True, "wait launch text"), (False, "launch wait text")])
+def test_no_launch_waits_for_the_text_of_earlier_tokens(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, order: str
+) -> None:
+    with tiny("qwen3").llm(overlap=overlap) as llm:
+        events: list[str] = []
+
+        def note(owner: Any, name: str, event: str) -> None:
+            method = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args: events.append(event) or method(*args))
+
+        note(llm._executor, "submit", "launch")
+        note(llm._executor, "collect", "wait")
+        note(llm._processor, "process", "text")
+        list(llm.generate_stream([random_prompt(9)], GREEDY))
+    steps = " ".join(events).split(" text")[1:-3]  # at the end there is nothing to launch
+    assert [step.strip() + " text" for step in steps] == [order] * 5
+
+
 def test_inside_a_running_event_loop(llm: LLM) -> None:
     async def main() -> Any:
         return llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
@@ -246,15 +265,25 @@ def test_prompts_share_a_cached_prefix_within_one_salt_only(llm: LLM) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer from 1 to 65536, got 0"),
         ({"block_size": 24}, "block_size must be a power of two"),
         ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
-        ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"num_kv_blocks": 5, "kv_cache_memory_bytes": 2**20}, "give one of them"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a finite number from 0.01 to 1, got 1.5"),
         ({"kv_cache_memory_bytes": 5, "num_kv_blocks": None}, "no room for the KV cache"),
+        ({"kv_cache_memory_bytes": 2**50, "num_kv_blocks": None}, "1125899906842624 takes 1048576.0 GiB on each rank"),
+        ({"num_kv_blocks": 2**31 - 1}, "num_kv_blocks 2147483647 takes 32768.0 GiB on each rank, and there are"),
+        ({"num_kv_blocks": 2**31}, "num_kv_blocks must be an integer from 1 to 2147483647"),
     ],
 )
 def test_bad_engine_arguments(tiny: Any, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         tiny("qwen3").llm(**kwargs)
+
+
+@pytest.mark.parametrize("block_size", [1, 4096])
+def test_blocks_of_any_size_give_the_same_tokens(tiny: Any, block_size: int) -> None:
+    model, prompt = tiny("qwen3"), random_prompt(20)
+    with model.llm(block_size=block_size, num_kv_blocks=max(64 // block_size, 1)) as llm:
+        assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == model.greedy(prompt, 8)
 
 
 def test_kv_cache_size_is_obeyed(tiny: Any) -> None:
@@ -338,6 +367,11 @@ def test_a_tokenizer_that_fails_in_the_middle_loses_nothing_else(llm: LLM, monke
         (None, GREEDY, "prompts must be one prompt or a list of them, got None"),
         (5, GREEDY, "prompts must be one prompt or a list of them, got 5"),
         (b"bytes", GREEDY, "prompts must be one prompt or a list of them"),
+        (bytearray(b"four"), GREEDY, "prompts must be one prompt or a list of them"),
+        (memoryview(b"four"), GREEDY, "prompts must be one prompt or a list of them"),
+        ([bytearray(b"four")], GREEDY, "prompt 0: a prompt must be a string, a list of token ids or a dict"),
+        ({"prompt_token_ids": memoryview(b"four")}, GREEDY, "prompt 0: a prompt must be a string"),
+        ({"prompt_token_ids": [1], "cache_salt": 0}, GREEDY, "prompt 0: prompt and cache_salt must be strings"),
         ((i for i in range(3)), GREEDY, "prompts must be one prompt or a list of them"),
         (torch.tensor(3), GREEDY, "prompts must be one prompt or a list of them"),
         ([[1]], SamplingParams, "sampling_params must be SamplingParams or a list of them"),
