@@ -89,6 +89,7 @@ def test_ctrl_c_stops_the_answer_and_only_that(terminal: Terminal) -> None:
     terminal.type("/stats\n")
     found = re.search(r"s, (\d+) tokens", terminal.read_until(">>> "))
     assert found and 0 < int(found[1]) < 400  # it would say more than 400
+    time.sleep(0.5)  # Python misses a Ctrl-C between the prompt and its waiting for input
     terminal.type("\x03")
     terminal.read_until("Ctrl-D leaves.\n>>> ")
     terminal.type("/exit\n")
