@@ -148,7 +148,12 @@ class LLM:
             pairs: Iterator[Any] = ((prompt, params) for prompt in prompts)
         else:
             pairs = zip(prompts, sampling_params, strict=True)
-        return (self._prepare_one(prompt, params, index) for index, (prompt, params) in enumerate(pairs))
+
+        def prepare(index: int, prompt: Prompt, params: SamplingParams) -> _Request:
+            with self._lock:
+                return self._prepare_one(prompt, params, index, False)
+
+        return (prepare(index, *pair) for index, pair in enumerate(pairs))
 
     def generate_stream(
         self,
@@ -278,10 +283,11 @@ class LLM:
             raise ValueError(
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
             )
-        return [
-            self._prepare_one(prompt, params, index, all_logits)
-            for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
-        ]
+        with self._lock:
+            return [
+                self._prepare_one(prompt, params, index, all_logits)
+                for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
+            ]
 
     def _prepare_on_all_ranks(self, make_prompts: Callable[[], Any], sampling_params: Params) -> list[_Request]:
         """_prepare, and under torchrun make sure that every rank was given the same; if one raises, all do."""
@@ -307,17 +313,16 @@ class LLM:
             assert isinstance(self._executor, Executor)
             return self._executor.agree_on_call(digest, self._engine.next_request_id)
 
-    def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool = False) -> _Request:
+    def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool) -> _Request:
         try:
-            with self._lock:
-                prepared = prepare_prompt(self.tokenizer, prompt, params)
-                sequences = self._engine.make_sequences(
-                    prepared.token_ids,
-                    prepared.params,
-                    all_logits=all_logits,
-                    cache_salt=prepared.cache_salt,
-                    bad_words=prepared.bad_words,
-                )
+            prepared = prepare_prompt(self.tokenizer, prompt, params)
+            sequences = self._engine.make_sequences(
+                prepared.token_ids,
+                prepared.params,
+                all_logits=all_logits,
+                cache_salt=prepared.cache_salt,
+                bad_words=prepared.bad_words,
+            )
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
         return _Request(sequences, prepared.text)

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     for name, find in FACTS.items():
         try:
             value = find()
+        except FileNotFoundError as error:
+            value = f"there is no {error.filename}"
         except Exception as error:  # a broken installation is what bug reports are about
             value = f"unknown ({type(error).__name__}: {error})".splitlines()[0]
         print(f"{name}:", value.replace("\n", "\n  "), flush=True)

@@ -224,7 +224,7 @@ async def _run(
                     num_tokens += num_new
                     speed = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                     num_errors += answer.response is None or answer.response.status_code != 200
-                    bar.set_postfix_str(f"{speed:.0f} tokens/s, {num_errors} errors", refresh=False)
+                    bar.set_postfix_str(f"{speed:.0f} tokens/s, errors: {num_errors}", refresh=False)
                     bar.update()
 
             # Twice as many as run at once, so that the next ones wait in the engine's own queue.

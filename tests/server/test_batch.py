@@ -127,7 +127,7 @@ def test_a_bad_line_fails_alone(tmp_path: Path) -> None:
     }
     batch = Batch(tmp_path, [request("first", 5), *bad.values(), request("last", 6)])
     code, stderr = batch.run()
-    assert code == 0 and "7 errors" in stderr
+    assert code == 0 and "errors: 7" in stderr
     found = batch.by_id()
     assert [found[name]["response"]["body"]["choices"][0]["text"] for name in ("first", "last")] == ["5", "6"]
     errors = {}
