@@ -1,5 +1,6 @@
 """LLM: the offline API. Text or token ids in, RequestOutputs out."""
 
+import gc
 import hashlib
 import logging
 import os
@@ -342,6 +343,7 @@ class LLM:
         room, span = (factor * self.config.num_rows if lazily else sys.maxsize for factor in (2, 16))
         num_taken, has_more = 0, True
         error: Exception | None = None
+        gc.freeze()  # a collection then doesn't go through all there was before, which would hold steps up by 0.15 s
         try:
             while unfinished or has_more:
                 while has_more and len(unfinished) < room and num_taken - next(iter(unfinished), num_taken) < span:
@@ -373,6 +375,7 @@ class LLM:
             if error is not None:
                 raise error
         finally:
+            gc.unfreeze()
             self._abandoned.extend(index_of)
             with self._exclusive():
                 pass

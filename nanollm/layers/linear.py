@@ -10,6 +10,7 @@ from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.silu_mul import silu_mul
 from nanollm.kernels.skinny_matmul import skinny_matmul, suits_skinny_matmul
+from nanollm.kernels.split_matmul import split_matmul, tiles_for
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.weights import TensorPart
 
@@ -50,6 +51,8 @@ class ColumnParallelLinear(LinearBase):
         normed_TD, residual_TD = hidden.resolve(self.tp)
         if self.suits_skinny(len(normed_TD)):
             return skinny_matmul(normed_TD, self.weight, gated=gated), residual_TD
+        if self.bias is None and (tiles := tiles_for(len(normed_TD), self.weight, gated=gated)) is not None:
+            return split_matmul(normed_TD, self.weight, tiles, gated=gated), residual_TD
         y_r = F.linear(normed_TD, self.weight, self.bias)
         return silu_mul(y_r) if gated else y_r, residual_TD
 
@@ -111,6 +114,8 @@ class RowParallelLinear(LinearBase):
             if self.tp.size == 1:
                 return Hidden(skinny_matmul(x_r, self.weight, residual_MO=residual_TD), None)
             return Hidden(residual_TD, skinny_matmul(x_r, self.weight))
+        if self.bias is None and (tiles := tiles_for(len(x_r), self.weight, row_parallel=True)) is not None:
+            return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))
         if self.tp.size == 1 and self.bias is None and x_r.is_cuda:  # the matmul adds to what is there at no cost
             return Hidden(residual_TD.addmm_(x_r, self.weight.t()), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))

@@ -29,6 +29,7 @@ from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_refe
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
+from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
 from nanollm.kernels.threshold import _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
@@ -153,6 +154,11 @@ def check_rms_norm(shape: tuple[int, ...], *, add: bool, device: str, dtype: tor
     if add:
         expected, expected_sum = add_rms_norm_reference(x.double(), residual.double(), weight.double(), 1e-6)
         assert_close(summed, expected_sum, TOLERANCE[dtype])
+        parts = randn(3, *shape, device=device, dtype=torch.float32)
+        of_parts = _rms_norm_triton(parts, residual, weight, 1e-6)
+        definition = add_rms_norm_reference(parts.double(), residual.double(), weight.double(), 1e-6)
+        for ours, theirs in zip(of_parts, definition, strict=True):
+            assert_close(ours, theirs, TOLERANCE[dtype])
     else:
         expected = rms_norm_reference(x.double(), weight.double(), 1e-6)
     assert_close(y, expected, TOLERANCE[dtype])
@@ -422,6 +428,18 @@ def check_skinny_matmul(
     )
     for y in ys:
         assert_close(y, expected, 2 * TOLERANCE[dtype])  # what is normed is rounded too
+
+
+def check_split_matmul(
+    num_rows: int, size_in: int, size_out: int, tiles: Tiles, *, gated: bool, device: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = randn(num_rows, size_in, device=device, dtype=dtype)
+    weight = randn(size_out * (1 + gated), size_in, device=device, dtype=dtype) * size_in**-0.5
+    y = _split_matmul_triton(x, weight, tiles, gated=gated)
+    # Parts are float32 sums of products that float32 holds exactly, if dtype is a 16-bit one.
+    tolerance = 1e-5 if tiles.splits > 1 else TOLERANCE[dtype]
+    assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits, gated=gated), tolerance)
 
 
 def check_prepare_decode(num_rows: int, num_columns: int, block_size: int, device: str) -> None:

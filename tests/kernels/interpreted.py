@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 
 from nanollm.kernels.all_reduce import PeerMemory, empty_buffers, peer_all_reduce, peer_best_of_ranks
 from nanollm.kernels.decode_attention import Launch
+from nanollm.kernels.split_matmul import Tiles
 from tests.kernels import checks, peers
 
 torch.set_num_threads(1)
@@ -158,6 +159,19 @@ def test_ties() -> None:
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1280, 48)])
 def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
     checks.check_skinny_matmul(num_rows, size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "gated", "tiles"),
+    [
+        (3, False, Tiles(16, 64, 64, 3, 4, 4)),
+        (20, True, Tiles(32, 64, 64, 3, 4)),
+        (70, False, Tiles(64, 64, 128, 3, 4, 2)),
+        (130, True, Tiles(128, 64, 64, 3, 4)),
+    ],
+)
+def test_split_matmul(num_rows: int, gated: bool, tiles: Tiles) -> None:
+    checks.check_split_matmul(num_rows, 512, 128, tiles, gated=gated, **ON_CPU)
 
 
 @pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (9, 300, 64)])
