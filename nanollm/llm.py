@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanollm")
 
-Params = (
-    SamplingParams | Iterable[SamplingParams] | None
-)  # one for all prompts, one per prompt, or the model's defaults
+# One for all prompts, one for each, or the model's defaults.
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, ModelSource, torch.device]":
@@ -132,10 +131,7 @@ class LLM:
         return self._generate(lambda: prompts, sampling_params, use_tqdm)
 
     def _generate(
-        self,
-        make_prompts: Callable[[], Any],
-        sampling_params: Params,
-        use_tqdm: bool,
+        self, make_prompts: Callable[[], Any], sampling_params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
         requests = self._prepare_on_all_ranks(make_prompts, sampling_params)
         return list(_in_order(self._run(iter(requests), stream=False), len(requests), use_tqdm))
@@ -157,9 +153,7 @@ class LLM:
         return (prepare(index, *pair) for index, pair in enumerate(pairs))
 
     def generate_stream(
-        self,
-        prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
-        sampling_params: Params = None,
+        self, prompts: Prompt | Sequence[Prompt] | Iterator[Prompt], sampling_params: Params = None
     ) -> Iterator[RequestOutput]:
         """Yield each request's output so far whenever it grew; request_id is the prompt's index, as a string.
 
@@ -264,11 +258,7 @@ class LLM:
         self.close()
 
     def _prepare(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Params,
-        *,
-        all_logits: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params, *, all_logits: bool = False
     ) -> list[_Request]:
         """Tokenize and validate everything before anything is queued, so that a bad prompt loses nothing else."""
         many: Any = prompts

@@ -99,6 +99,7 @@ def test_rooms_import_downward_only() -> None:
         ("nanollm.text.tokenizer", "from nanollm.engine.sequence import Sequence"),
         ("nanollm.engine.sequence", "from nanollm import text"),
         ("nanollm.llm", "from nanollm import LLM"),
+        ("nanollm.server.app", "from nanollm.commands.flags import default_model"),
         ("nanollm.config", "from nanollm.runtime.step_plan import StepPlan"),
         ("nanollm.sampling_params", "from nanollm.config import EngineConfig"),
         ("nanollm.engine.scheduler", "from . import sequence"),
