@@ -147,13 +147,9 @@ class BatchOutput:
         self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._read(lines)
         except BlockingIOError:
-            self.close()
             raise ValueError(f"{path} is being written by another run: wait for its end") from None
-        except BaseException:
-            self.close()
-            raise
+        self._read(lines)
 
     def _read(self, lines: BatchInput) -> None:
         decoder = msgspec.json.Decoder(AnsweredLine)
@@ -273,14 +269,7 @@ async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
         status = message.get("status", status)
         answer += message.get("body", b"")
 
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "headers": [],
-        "query_string": b"",
-        "server": None,
-    }
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
     try:
         await app(scope, receive, send)
     except Exception:  # of ours; the client was told 500, as over HTTP
