@@ -205,6 +205,9 @@ def check_qkv_to_cache(
     untouched = torch.ones(shape[0] * block_size, dtype=torch.bool)
     untouched[[slot for slot in slots if slot >= 0]] = False
     assert torch.equal(cache.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+    halves, again = torch.stack((qkv, qkv)).float() / 2, before.clone()  # parts that add up to qkv exactly
+    assert torch.equal(q, _qkv_to_cache_triton(halves, *norms, 1e-6, rope, positions, slots_T, again[0], again[1]))
+    assert torch.equal(cache, again)
 
 
 @triton.jit
@@ -431,15 +434,15 @@ def check_skinny_matmul(
 
 
 def check_split_matmul(
-    num_rows: int, size_in: int, size_out: int, tiles: Tiles, *, gated: bool, device: str, dtype: torch.dtype
+    num_rows: int, size_in: int, size_out: int, tiles: Tiles, *, device: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     x = randn(num_rows, size_in, device=device, dtype=dtype)
-    weight = randn(size_out * (1 + gated), size_in, device=device, dtype=dtype) * size_in**-0.5
-    y = _split_matmul_triton(x, weight, tiles, gated=gated)
+    weight = randn(size_out, size_in, device=device, dtype=dtype) * size_in**-0.5
+    y = _split_matmul_triton(x, weight, tiles)
     # Parts are float32 sums of products that float32 holds exactly, if dtype is a 16-bit one.
     tolerance = 1e-5 if tiles.splits > 1 else TOLERANCE[dtype]
-    assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits, gated=gated), tolerance)
+    assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits), tolerance)
 
 
 def check_prepare_decode(num_rows: int, num_columns: int, block_size: int, device: str) -> None:

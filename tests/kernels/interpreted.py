@@ -162,16 +162,16 @@ def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, s
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "gated", "tiles"),
+    ("num_rows", "tiles"),
     [
-        (3, False, Tiles(16, 64, 64, 3, 4, 4)),
-        (20, True, Tiles(32, 64, 64, 3, 4)),
-        (70, False, Tiles(64, 64, 128, 3, 4, 2)),
-        (130, True, Tiles(128, 64, 64, 3, 4)),
+        (3, Tiles(16, 64, 64, 3, 4, 4)),
+        (20, Tiles(32, 64, 64, 3, 4)),
+        (70, Tiles(64, 64, 128, 3, 4, 2)),
+        (130, Tiles(128, 64, 64, 3, 4, 2)),
     ],
 )
-def test_split_matmul(num_rows: int, gated: bool, tiles: Tiles) -> None:
-    checks.check_split_matmul(num_rows, 512, 128, tiles, gated=gated, **ON_CPU)
+def test_split_matmul(num_rows: int, tiles: Tiles) -> None:
+    checks.check_split_matmul(num_rows, 512, 128, tiles, **ON_CPU)
 
 
 @pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (9, 300, 64)])
