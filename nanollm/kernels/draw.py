@@ -94,17 +94,21 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     s = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
-    t = tl.arange(0, ALL_TILES)
-    top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
-    peak = tl.max(top, 0)
-    finite_peak = tl.minimum(tl.maximum(peak, -_LARGEST), _LARGEST)
     temperature = float_param(params_RP, row, _TEMPERATURE)
     seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
     choice = int_param(params_RP, row, _CHOICE)
+    t = tl.arange(0, ALL_TILES)
+    noise = tl.zeros((ALL_TILES,), tl.float32)
+    if temperature > 0:
+        noise = gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + t, TILE_STREAM))
+    if PDL:  # only now: the noise needs nothing of the kernels before this one
+        gdc_wait()
+        gdc_launch_dependents()
+    top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
+    mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
+    peak = tl.max(top, 0)
+    finite_peak = tl.minimum(tl.maximum(peak, -_LARGEST), _LARGEST)
     threshold = tl.load(threshold_S + s) if HAS_THRESHOLD else float("-inf")
     within = tl.arange(0, TILE_SIZE)
     ruled = has_rules(params_RP, row, HAS_RULES)
@@ -113,8 +117,6 @@ def _draw_kernel(
         _, tile = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
         value = peak.to(tl.float64)
     else:
-        mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
-        noise = gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + t, TILE_STREAM))
         least = tl.where((top >= threshold) & (mass > 0), (top - finite_peak) / temperature + noise, float("-inf"))
         most = least + tl.log(mass)
         best, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)

@@ -12,7 +12,8 @@ from nanollm.sampling_params import TEMPERATURE
 TILE = 128  # tokens; the shards of a vocabulary are whole tiles
 TILE_SIZE = tl.constexpr(TILE)
 LARGEST = 3.4028234663852886e38  # float32
-_TEMPERATURE, _LARGEST = tl.constexpr(TEMPERATURE), tl.constexpr(LARGEST)
+_TEMPERATURE = tl.constexpr(TEMPERATURE)
+_HUGE = tl.constexpr(1e33)  # over any temperature still finite; larger logits count as infinite
 
 
 def in_tiles(x_SV: Tensor) -> Tensor:
@@ -36,8 +37,11 @@ def _store_stats(max_SN, mass_SN, at, tile, num_tiles, x, temperature):
     top = tl.max(x, 1)
     tl.store(max_SN + at + tile, top, mask=tile < num_tiles)
     if temperature > 0:
-        top = tl.minimum(tl.maximum(top, -_LARGEST), _LARGEST)
-        mass = tl.sum(tl.exp2((x - top[:, None]) * (1.4426950408889634 / temperature)), 1)
+        # x * scale - shift is one instruction, rounded once; what shift itself was rounded by is made good a tile.
+        scale = 1.4426950408889634 / temperature
+        top = tl.minimum(tl.maximum(top, -_HUGE), _HUGE)
+        shift = top * scale
+        mass = tl.sum(tl.exp2(x * scale - shift[:, None]), 1) * tl.exp2(tl.fma(top, -scale, shift))
         tl.store(mass_SN + at + tile, mass, mask=tile < num_tiles)
 
 
@@ -63,8 +67,8 @@ def _tile_stats_kernel(
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
     s, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILES
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()  # only now: see overlap()
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
     within = tl.arange(0, TILE_SIZE)[None, :]

@@ -139,8 +139,10 @@ def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
 @triton.jit
 def load_raw(logits, column, mask):
     """Logits of a row as they came, float32; NaN as -inf."""
-    x = tl.load(logits + column, mask=mask, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
+    x = tl.load(logits + column, mask=mask, other=float("-inf"))
+    if x.dtype == tl.bfloat16:  # an instruction less than a cast
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return tl.maximum(x.to(tl.float32), float("-inf"))  # the instruction ignores NaN
 
 
 @triton.jit

@@ -3,8 +3,10 @@
 Shapes are small and at edges: one token, around a block, around a tile, context 1, uneven groups and head dims.
 """
 
+import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -27,6 +29,10 @@ def _patch_index_too(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_index_too
+# A GPU's maximum of NaN and a number is the number, and so are NumPy's fmax and fmin.
+for name, ufunc in {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}.items():
+    method = functools.partialmethod(interpreter.InterpreterBuilder.binary_op, op=ufunc)
+    setattr(interpreter.InterpreterBuilder, name, method)
 ON_CPU = {"device": "cpu", "dtype": torch.float32}
 
 
