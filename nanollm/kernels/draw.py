@@ -136,8 +136,10 @@ def _draw_kernel(
                 largest = tl.minimum(tl.max(x, 1), _LARGEST)
                 weight = tl.exp2((x - largest[:, None]) * (1.4426950408889634 / temperature))
                 log_mass = tl.log(tl.sum(tl.where(x >= threshold, weight, 0.0), 1))
-                word = noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + candidate, TILE_STREAM)
-                exact = (largest - finite_peak) / temperature + log_mass + gumbel_noise(word)
+                again = noise_word(
+                    seed_low, seed_high, choice, position, first_id // TILE_SIZE + candidate, TILE_STREAM
+                )
+                exact = (largest - finite_peak) / temperature + log_mass + gumbel_noise(again)
                 exact = tl.where(number < count, exact, float("-inf"))
                 highest, at = tl.max(exact, 0, return_indices=True, return_indices_tie_break_left=True)
                 winner = tl.sum(tl.where(number - first == at, candidate, 0), 0)
@@ -147,8 +149,8 @@ def _draw_kernel(
     column = tile * TILE_SIZE + within
     x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
     if temperature > 0:
-        noise = gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM))
-        x = tl.where(x >= threshold, (x - finite_peak) / temperature + noise, float("-inf"))
+        word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
+        x = tl.where(x >= threshold, (x - finite_peak) / temperature + gumbel_noise(word), float("-inf"))
     _, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     nothing = peak == float("-inf")
     tl.store(value_S + s, tl.where(nothing, float("-inf"), value))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.tile_stats import LARGEST, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_as_is, load_logits
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
@@ -36,7 +36,6 @@ _CELL_BITS = {torch.bfloat16: 16, torch.float16: 13}
 _DONE, _COUNTING, _WEIGHING, _CUTTING = (tl.constexpr(phase) for phase in range(4))
 BINS = 1024
 _BINS = tl.constexpr(BINS)
-_MARGIN = tl.constexpr(0.09)  # how far a sample of 64 tiles may be off, relatively: 5 standard deviations if normal
 # What the kernels tell each other of a row, int64 words; the bracket is [FROM, TO), and the answer in [LOW, HIGH).
 STATE_WORDS = 8
 _PHASE, _FROM, _TO, _LOW, _HIGH, _TARGET, _PEAK, _ABOVE = (tl.constexpr(i) for i in range(STATE_WORDS))
@@ -135,42 +134,45 @@ def _bin_bits(from_key, to_key, CELL_BITS: tl.constexpr):
 
 
 @triton.jit
+def _of_one_sign(from_key, to_key, cell):
+    """The part of the bracket that _count_and_weigh can do: positive numbers, or if there are none, negative ones."""
+    from_key = tl.where((from_key <= 0) & (to_key > cell), cell, from_key)
+    return from_key, tl.where((from_key <= 0) & (to_key > 0), 0, to_key)
+
+
+@triton.jit
 def _count_and_weigh(x, bins, from_key, to_key, bits, scale, shift, COMPILED: tl.constexpr):
     """Counts the x of each bin of [from_key, to_key); returns the weights of larger x, and 0 for the others."""
-    # -inf never counts.
-    low, high = tl.maximum(_number(from_key), -_LARGEST), _number(to_key)
+    # Key - from_key. Numbers of the other sign come out as no less than the width.
+    sign = tl.where(from_key < 0, -1, 1)
+    origin = tl.where(from_key < 0, -2147483648, 0) - from_key
+    offset = (x.to(tl.int32, bitcast=True) * sign + origin).to(tl.uint32, bitcast=True)
+    width = (to_key - from_key).to(tl.uint32, bitcast=True)
     if COMPILED:
-        # Few are inside, and most warps jump over this. (tl.atomic_add would move everything through shared memory, to
+        # Few are inside, and many warps jump over this. (tl.atomic_add would move everything through shared memory, to
         # a layout that it has no use for here.)
         tl.inline_asm_elementwise(
             """{
-            .reg .pred %inside;
-            .reg .b32 %key, %mirrored;
+            .reg .pred %outside;
+            .reg .b32 %bin;
             .reg .b64 %at;
-            setp.lt.f32 %inside, $1, $3;
-            setp.ge.and.f32 %inside, $1, $2, %inside;
-            @!%inside bra DONE;
-            mov.b32 %key, $1;
-            sub.s32 %mirrored, 0x80000000, %key;
-            setp.lt.s32 %inside, %key, 0;
-            selp.b32 %key, %mirrored, %key, %inside;
-            sub.u32 %key, %key, $4;
-            shr.u32 %key, %key, $5;
-            mad.wide.u32 %at, %key, 4, $6;
+            setp.ge.u32 %outside, $1, $2;
+            @%outside bra DONE;
+            shr.u32 %bin, $1, $3;
+            mad.wide.u32 %at, %bin, 4, $4;
             red.relaxed.gpu.global.add.u32 [%at], 1;
             DONE:
             mov.b32 $0, 0;
             }""",
-            "=r,f,f,f,r,r,l",
-            [x, low, high, from_key, bits, bins.to(tl.int64)],
+            "=r,r,r,r,l",
+            [offset, width, bits, bins.to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
     else:
-        offset = (_key(x) - from_key).to(tl.uint32, bitcast=True) >> bits.to(tl.uint32)
-        tl.atomic_add(bins + offset, 1, mask=(x >= low) & (x < high), sem="relaxed")
-    return tl.where(x >= high, tl.exp2(x * scale - shift), 0.0)
+        tl.atomic_add(bins + (offset >> bits.to(tl.uint32)), 1, mask=offset < width, sem="relaxed")
+    return tl.where(x >= _number(to_key), tl.exp2(x * scale - shift), 0.0)
 
 
 @triton.jit
@@ -251,9 +253,9 @@ def _threshold_kernel(
                     low = _bisect(x, one, target, low, high, cell)
                     threshold = tl.maximum(threshold, _number(low))
                 if top_p < 1:
-                    weight = tl.where(x >= threshold, tl.exp2(x * mass_scale - mass_shift), 0.0)
-                    target = tl.sum(weight) * fraction
-                    threshold = tl.maximum(threshold, _number(_bisect(x, weight, target, low, high, cell)))
+                    kept = tl.where(x >= threshold, tl.exp2(x * mass_scale - mass_shift), 0.0)
+                    low = _bisect(x, kept, tl.sum(kept) * fraction, low, high, cell)
+                    threshold = tl.maximum(threshold, _number(low))
                 phase = tl.full((), _DONE, tl.int32)
             else:
                 from_key, to_key = low, tl.where(phase == _WEIGHING, low, high)
@@ -261,31 +263,26 @@ def _threshold_kernel(
                     picked = tl.arange(0, SAMPLED * TILE_SIZE)
                     column = picked // TILE_SIZE * (num_tiles // SAMPLED * TILE_SIZE) + picked % TILE_SIZE
                     sample = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
-                    weight = tl.where(sample > float("-inf"), tl.exp2(sample * scale - shift), 0.0)
+                    sampled = tl.where(sample > float("-inf"), tl.exp2(sample * scale - shift), 0.0)
                     # Of what is small a sample tells the mass best, and all but that is above the answer: which is
                     # therefore at least where all tokens together would weigh that little.
-                    below = tl.where(phase == _COUNTING, size.to(tl.float32), total) - target
-                    least = (tl.log2(below / size) + shift) * temperature / _LOG2_E
-                    least = tl.where(phase == _COUNTING, tl.min(sample, 0), least)
-                    least = tl.minimum(tl.maximum(least, lowest - 1e4), peak)
+                    below = tl.where(phase == _COUNTING, size, total) - target
+                    least = (tl.log2(below / size) + mass_shift) / mass_scale
+                    smallest = tl.min(tl.where(sample > float("-inf"), sample, peak), 0)
+                    least = tl.minimum(tl.where(phase == _COUNTING, smallest, tl.maximum(least, smallest)), peak)
                     below = below * SAMPLED / num_tiles
-                    from_low, from_high, to_low, to_high = least, peak, least, peak
-                    for _ in range(10):
-                        from_middle, to_middle = (from_low + from_high) * 0.5, (to_low + to_high) * 0.5
-                        less, more = tl.reduce(
-                            (tl.where(sample < from_middle, weight, 0.0), tl.where(sample < to_middle, weight, 0.0)),
-                            0,
-                            _add_pairs,
-                        )
-                        short = less < below * (1 - _MARGIN)
-                        from_low, from_high = (
-                            tl.where(short, from_middle, from_low),
-                            tl.where(short, from_high, from_middle),
-                        )
-                        short = more < below * (1 + _MARGIN)
-                        to_low, to_high = tl.where(short, to_middle, to_low), tl.where(short, to_high, to_middle)
-                    from_key = tl.minimum(tl.maximum(_key_up(from_low, cell), low), high - cell)
-                    to_key = tl.maximum(tl.minimum(_key_up(to_high, cell) + cell, high), from_key + cell)
+                    off: tl.constexpr = 0.72 / SAMPLED**0.5  # 5 standard deviations, if logits are normal
+                    from_x, to_x, step = least, least, peak - least
+                    for _ in range(8):
+                        step *= 0.5
+                        less = tl.where(sample < from_x + step, sampled, 0.0)
+                        more = tl.where(sample < to_x + step, sampled, 0.0)
+                        less, more = tl.reduce((less, more), 0, _add_pairs)  # one way through shared memory for both
+                        from_x += tl.where(less < below * (1 - off), step, 0.0)
+                        to_x += tl.where(more < below * (1 + off), step, 0.0)
+                    from_key = tl.minimum(tl.maximum(_key_up(from_x, cell), low), high - cell)
+                    to_key = tl.maximum(tl.minimum(_key_up(to_x + step, cell) + cell, high), from_key + cell)
+                from_key, to_key = _of_one_sign(from_key, to_key, cell)
                 bin = tl.arange(0, _BINS)
                 tl.store(bins_SB + s * _BINS + bin, tl.zeros((_BINS,), tl.int32))
                 tl.store(state + _FROM, from_key.to(tl.int64))
@@ -331,16 +328,22 @@ def _long_pass_kernel(
         bits = tl.where(ruled, _bin_bits(from_key, to_key, 0), _bin_bits(from_key, to_key, CELL_BITS))
         scale, shift = _scale_of(phase, temperature, peak)
         logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
-        above = tl.zeros((TILES,), tl.float32)
+        tops, above = max_SN + s * num_tiles, tl.zeros((TILES, TILE_SIZE // 8), tl.float32)
+        # Last tiles first: of what tile_stats read, those are still in the cache.
+        last = num_tiles - 1 - tl.arange(0, TILES)
+        top = tl.load(tops + last - part * TILES, mask=last >= part * TILES, other=float("-inf"))
         for first in range(part * TILES, num_tiles, num_parts * TILES):
-            # Last tiles first: of what tile_stats read, those are still in the cache.
-            tile = num_tiles - 1 - first - tl.arange(0, TILES)
-            top = tl.load(max_SN + s * num_tiles + tile, mask=tile >= 0, other=float("-inf"))
-            column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+            column = (last - first)[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
             mask = (column < size) & (top >= _number(from_key))[:, None]
-            x = load_logits(logits, scratch, column, mask, ruled, HAS_RULES)
-            above += tl.sum(_count_and_weigh(x, bins_SB + s * _BINS, from_key, to_key, bits, scale, shift, COMPILED), 1)
-        tl.atomic_add(state + _ABOVE, (tl.sum(above, 0) * float(1 << 40)).to(tl.int64), sem="relaxed")
+            following = last - first - num_parts * TILES
+            top = tl.load(tops + following, mask=following >= 0, other=float("-inf"))
+            if HAS_RULES and ruled:
+                x = tl.load(scratch + column, mask=mask, other=float("-inf"))
+            else:
+                x = load_as_is(logits, column, mask)  # NaN is not above anything, nor in any bin
+            larger = _count_and_weigh(x, bins_SB + s * _BINS, from_key, to_key, bits, scale, shift, COMPILED)
+            above += tl.sum(larger.reshape(TILES, TILE_SIZE // 8, 8), 2)  # without leaving the thread
+        tl.atomic_add(state + _ABOVE, (tl.sum(above) * float(1 << 40)).to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
@@ -421,6 +424,7 @@ def _settle_kernel(
                     from_key = low + (((high.to(tl.int64) - low) // 2).to(tl.int32) & -cell)
                     to_key = from_key
             if phase != _DONE:
+                from_key, to_key = _of_one_sign(from_key, to_key, cell)
                 bits = tl.where(ruled, _bin_bits(from_key, to_key, 0), _bin_bits(from_key, to_key, CELL_BITS))
                 scale, shift = _scale_of(phase, temperature, peak)
                 tl.debug_barrier()  # the bins were read

@@ -137,21 +137,25 @@ def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
-def load_raw(logits, column, mask):
-    """Logits of a row as they came, float32; NaN as -inf."""
+def load_as_is(logits, column, mask):
+    """Logits of a row as they came, float32."""
     x = tl.load(logits + column, mask=mask, other=float("-inf"))
     if x.dtype == tl.bfloat16:  # an instruction less than a cast
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return tl.maximum(x.to(tl.float32), float("-inf"))  # the instruction ignores NaN
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_raw(logits, column, mask):
+    """Logits of a row as they came, float32; NaN as -inf."""
+    return tl.maximum(load_as_is(logits, column, mask), float("-inf"))  # the instruction ignores NaN
 
 
 @triton.jit
 def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
     """Logits of a row with its rules applied; they are in the scratch if it has any."""
-    if HAS_RULES:
-        x = tl.load(scratch + column, mask=mask & ruled, other=float("-inf"))
-        if not ruled:
-            x = load_raw(logits, column, mask)
+    if HAS_RULES and ruled:
+        x = tl.load(scratch + column, mask=mask, other=float("-inf"))
     else:
         x = load_raw(logits, column, mask)
     return x

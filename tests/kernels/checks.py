@@ -308,11 +308,12 @@ def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True) 
 
 
 FILTERS = {
-    "TEMPERATURE": [1.0, 0.6, 1.0, 1.3, 0.6, 1.0, 2.0, 0.0, 0.01, 1.0],
-    "TOP_K": [0, 0, 20, 20, 1, 3000, 500, 5, 7, 2**30],
-    "TOP_P": [0.9, 1.0, 1.0, 0.95, 0.9, 0.5, 0.999, 0.5, 0.9, 1e-9],
-    "MIN_P": [0.0, 0.05, 0.0, 0.02, 0.0, 0.0, 1e-5, 0.5, 0.0, 0.0],
+    "TEMPERATURE": [1.0, 0.6, 1.0, 1.3, 0.6, 1.0, 2.0, 0.0, 0.01, 1.0, 1.5, 0.7],
+    "TOP_K": [0, 0, 20, 20, 1, 3000, 500, 5, 7, 2**30, 0, 90],
+    "TOP_P": [0.9, 1.0, 1.0, 0.95, 0.9, 0.5, 0.999, 0.5, 0.9, 1e-9, 0.8, 0.9],
+    "MIN_P": [0.0, 0.05, 0.0, 0.02, 0.0, 0.0, 1e-5, 0.5, 0.0, 0.0, 1e-3, 0.0],
 }
+FILTERED = len(FILTERS["TOP_K"])
 
 
 def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: torch.dtype) -> Tensor:
@@ -333,24 +334,28 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
         x = -1.1 * torch.rand(num_rows, size).argsort(-1).add(1).log()
     if kind == "sorted":
         x = x.sort(-1).values
+    if kind == "negative":
+        x -= 30
+    if kind == "cut at zero":  # by the first of FILTERS
+        x -= 1.44
     if kind == "infinite":
         x[:, 5], x[:, 6] = float("inf"), float("nan")
     return x.to(device, dtype)
 
 
-KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "zipf", "sorted", "infinite"]
+KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "zipf", "sorted", "negative", "cut at zero", "infinite"]
 
 
 def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> None:
-    state = make_state(10, size, device, **FILTERS)
+    state = make_state(FILTERED, size, device, **FILTERS)
     exact = dtype != torch.float32 and size < 50_000  # a boundary of many values may fall within float32 rounding
-    check_threshold(adversarial_logits(10, size, kind, device, dtype), state, exact=exact)
+    check_threshold(adversarial_logits(FILTERED, size, kind, device, dtype), state, exact=exact)
 
 
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
-    state = make_state(10, size, device, **FILTERS)
-    make_rules(state, 10, size)
-    check_threshold(adversarial_logits(10, size, "random", device, dtype), state, exact=False)
+    state = make_state(FILTERED, size, device, **FILTERS)
+    make_rules(state, FILTERED, size)
+    check_threshold(adversarial_logits(FILTERED, size, "random", device, dtype), state, exact=False)
 
 
 def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, device: str, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from nanollm.kernels.noise import TILES, TOKENS, noise_words
 from nanollm.kernels.threshold import threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
-from tests.kernels.checks import FILTERS, KINDS, adversarial_logits, make_state
+from tests.kernels.checks import FILTERED, FILTERS, KINDS, adversarial_logits, make_state
 
 
 def sample_rows(logits: torch.Tensor, state: SamplerState, positions: torch.Tensor) -> torch.Tensor:
@@ -68,8 +68,9 @@ def kept_by(logits: np.ndarray, temperature: float, top_k: int, top_p: float, mi
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "infinite"])
 @pytest.mark.parametrize("size", [7, 512, 151_936])
 def test_filters_keep_what_a_plain_reference_keeps(size: int, kind: str) -> None:
-    logits = adversarial_logits(10, size, kind, "cpu", torch.bfloat16)
-    rows = RowLogits(logits, torch.arange(10), torch.arange(10), make_state(10, size, **FILTERS))
+    logits = adversarial_logits(FILTERED, size, kind, "cpu", torch.bfloat16)
+    index = torch.arange(FILTERED)
+    rows = RowLogits(logits, index, index, make_state(FILTERED, size, **FILTERS))
     limits = threshold(rows, *tile_stats(rows))
     for row, (temperature, *filters) in enumerate(zip(*FILTERS.values(), strict=True)):
         kept = logits[row].float() >= limits[row]
