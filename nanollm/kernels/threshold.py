@@ -254,7 +254,8 @@ def _threshold_kernel(
                     threshold = tl.maximum(threshold, _number(low))
                 if top_p < 1:
                     kept = tl.where(x >= threshold, tl.exp2(x * mass_scale - mass_shift), 0.0)
-                    low = _bisect(x, kept, tl.sum(kept) * fraction, low, high, cell)
+                    enough = tl.where(phase == _CUTTING, target, tl.sum(kept) * fraction)
+                    low = _bisect(x, kept, enough, low, high, cell)
                     threshold = tl.maximum(threshold, _number(low))
                 phase = tl.full((), _DONE, tl.int32)
             else:

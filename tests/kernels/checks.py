@@ -319,6 +319,8 @@ FILTERED = len(FILTERS["TOP_K"])
 def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: torch.dtype) -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(num_rows, size) * 2
+    if kind == "sharp":
+        x *= 4
     if kind == "ties":
         x = x.round()
     if kind == "equal":
@@ -343,7 +345,20 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
     return x.to(device, dtype)
 
 
-KINDS = ["random", "ties", "equal", "mostly banned", "one-hot", "peaked", "zipf", "sorted", "negative", "cut at zero", "infinite"]
+KINDS = [
+    "random",
+    "sharp",
+    "ties",
+    "equal",
+    "mostly banned",
+    "one-hot",
+    "peaked",
+    "zipf",
+    "sorted",
+    "negative",
+    "cut at zero",
+    "infinite",
+]
 
 
 def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> None:
