@@ -74,7 +74,7 @@ def draw_reference(
 def _draw_kernel(
     value_S,
     id_S,
-    tiles_SN,
+    found_SN,
     max_SN,
     mass_SN,
     threshold_S,
@@ -119,32 +119,33 @@ def _draw_kernel(
     else:
         least = tl.where((top >= threshold) & (mass > 0), (top - finite_peak) / temperature + noise, float("-inf"))
         most = least + tl.log(mass)
-        best, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)
         if HAS_THRESHOLD and threshold > float("-inf"):
             # Of a tile's tokens some may be below the threshold: then its value is less than `most`, but not less than
             # that of its largest token alone. The few tiles that may win so are looked at together.
             may_win = most >= tl.max(least, 0) - _SLACK
-            count, tiles = tl.sum(may_win.to(tl.int32), 0), tiles_SN + s * ALL_TILES
-            tl.store(tiles + tl.cumsum(may_win.to(tl.int32), 0) - 1, t, mask=may_win)
+            count, found = tl.sum(may_win.to(tl.int32), 0), found_SN + s * ALL_TILES
+            numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)
+            tl.store(found + tl.cumsum(may_win.to(tl.int32), 0) - 1, numbered, mask=may_win)
             tl.debug_barrier()
-            best = tl.full((), float("-inf"), tl.float32)
+            best, tile = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
             for first in range(0, count, GROUP):
                 number = first + tl.arange(0, GROUP)
-                candidate = tl.load(tiles + number, mask=number < count, other=0)
+                tile_and_noise = tl.load(found + number, mask=number < count, other=0)
+                candidate = (tile_and_noise >> 32).to(tl.int32)
                 column = candidate[:, None] * TILE_SIZE + within[None, :]
                 x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
                 largest = tl.minimum(tl.max(x, 1), _LARGEST)
                 weight = tl.exp2((x - largest[:, None]) * (1.4426950408889634 / temperature))
                 log_mass = tl.log(tl.sum(tl.where(x >= threshold, weight, 0.0), 1))
-                again = noise_word(
-                    seed_low, seed_high, choice, position, first_id // TILE_SIZE + candidate, TILE_STREAM
-                )
-                exact = (largest - finite_peak) / temperature + log_mass + gumbel_noise(again)
+                exact = (largest - finite_peak) / temperature + log_mass
+                exact += tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
                 exact = tl.where(number < count, exact, float("-inf"))
                 highest, at = tl.max(exact, 0, return_indices=True, return_indices_tie_break_left=True)
                 winner = tl.sum(tl.where(number - first == at, candidate, 0), 0)
                 tile = tl.where(highest > best, winner, tile)  # they ascend: of equals the first stays
                 best = tl.maximum(best, highest)
+        else:
+            best, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)
         value = finite_peak.to(tl.float64) / temperature.to(tl.float64) + best.to(tl.float64)
     column = tile * TILE_SIZE + within
     x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
@@ -163,14 +164,14 @@ def _draw_triton(
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
     all_tiles = max(power_of_2(num_tiles), TILE)
-    tiles_SN = max_SN if threshold_S is None else max_SN.new_empty(num_rows, all_tiles, dtype=torch.int32)
+    found_SN = max_SN if threshold_S is None else max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64)
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
     if num_rows:
         _draw_kernel[(num_rows,)](
             value_S,
             id_S,
-            tiles_SN,
+            found_SN,
             max_SN,
             mass_SN,
             max_SN if threshold_S is None else threshold_S,

@@ -401,9 +401,11 @@ def _settle_kernel(
                 last = tl.minimum(from_key + ((bin + 1).to(tl.int64) << bits), to_key) - cell
                 count = tl.load(bins + bin, cache_modifier=".cg").to(tl.float64)
                 lightest = tl.exp2(_number(start.to(tl.int32)) * scale - shift)
-                heaviest = tl.exp2(_number(last.to(tl.int32)) * scale - shift)
                 at_least = sure + tl.cumsum(tl.where(count > 0, count * lightest, 0.0), 0, reverse=True)
-                at_most = sure + tl.cumsum(tl.where(count > 0, count * heaviest, 0.0), 0, reverse=True)
+                at_most = at_least
+                if (tl.full((), 1, tl.int32) << bits) > cell:
+                    heaviest = tl.exp2(_number(last.to(tl.int32)) * scale - shift)
+                    at_most = sure + tl.cumsum(tl.where(count > 0, count * heaviest, 0.0), 0, reverse=True)
                 num_sure = tl.sum((at_least >= target).to(tl.int64), 0)
                 num_maybe = tl.sum((at_most >= target).to(tl.int64), 0)
                 width = high.to(tl.int64) - low
@@ -454,8 +456,8 @@ def _threshold_triton(
     sampled: int = 64,
     tiles: int = 32,
     parts: int = 8,
-    chunk: int = 32,
     num_warps: int = 16,
+    settle_warps: int = 8,
 ) -> Tensor:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
@@ -471,21 +473,16 @@ def _threshold_triton(
         "CELL_BITS": _CELL_BITS.get(rows.logits_SV.dtype, 0),
         **overlap(max_SN.device),
     }
-    compiled = isinstance(_threshold_kernel, triton.JITFunction)
-    # Two programs fit a multiprocessor, and so 256 rows fit an H200 at once.
-    a_row_each = {"ALL_TILES": all_tiles, "num_warps": num_warps, "maxnreg": 65536 // 2 // (32 * num_warps)}
+    passes = common | {"COMPILED": isinstance(_threshold_kernel, triton.JITFunction)}
+    # With 64 registers two programs fit a multiprocessor, so 256 rows an H200; beside two that settle, one that draws.
+    a_row_each = {"ALL_TILES": all_tiles, "maxnreg": 64}
     if num_rows:
+        found = (threshold_S, state_SW, tiles_SN, bins_SB, max_SN)
         _threshold_kernel[(num_rows,)](
-            threshold_S, state_SW, tiles_SN, bins_SB, max_SN, mass_SN, *logits, FEW=few, SAMPLED=sampled, **a_row_each,
-            **common,
-        )  # fmt: skip
-        _long_pass_kernel[(num_rows, parts)](
-            state_SW, bins_SB, max_SN, *logits, TILES=tiles, COMPILED=compiled, num_warps=4, **common
+            *found, mass_SN, *logits, FEW=few, SAMPLED=sampled, num_warps=num_warps, **a_row_each, **common
         )
-        _settle_kernel[(num_rows,)](
-            threshold_S, state_SW, tiles_SN, bins_SB, max_SN, *logits, CHUNK=chunk, COMPILED=compiled, **a_row_each,
-            **common,
-        )  # fmt: skip
+        _long_pass_kernel[(num_rows, parts)](state_SW, bins_SB, max_SN, *logits, TILES=tiles, num_warps=4, **passes)
+        _settle_kernel[(num_rows,)](*found, *logits, CHUNK=16, num_warps=settle_warps, **a_row_each, **passes)
     return threshold_S
 
 

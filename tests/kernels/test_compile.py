@@ -24,6 +24,7 @@ KERNELS = {
     "_tile_stats_kernel",
     "_threshold_kernel",
     "_long_pass_kernel",
+    "_settle_kernel",
     "_draw_kernel",
     "_advance_rows_kernel",
     "_one_row_kernel",
