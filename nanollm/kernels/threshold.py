@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
-from nanollm.kernels.tile_stats import LARGEST, TILE, TILE_SIZE
+from nanollm.kernels.tile_stats import TILE, TILE_SIZE
 from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_as_is, load_logits
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
-_LARGEST = tl.constexpr(LARGEST)
 _SLACK, _LOG2_E = tl.constexpr(SLACK), tl.constexpr(1.4426950408889634)
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(column) for column in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
 # Keys of numbers that were converted from this type are multiples of 2 to this power.
@@ -118,19 +117,18 @@ def _bisect(x, weight, target, low, high, cell):
 
 @triton.jit
 def _list_tiles(tiles, t, wanted):
-    """Writes down which tiles are wanted, and returns how many."""
+    """Writes down the numbers t of the wanted tiles, and returns how many they are."""
     tl.store(tiles + tl.cumsum(wanted.to(tl.int32), 0) - 1, t, mask=wanted)
     tl.debug_barrier()
     return tl.sum(wanted.to(tl.int32), 0)
 
 
 @triton.jit
-def _bin_bits(from_key, to_key, CELL_BITS: tl.constexpr):
-    """A bin holds 2 to this power of keys."""
-    bits = tl.full((), CELL_BITS, tl.int32)
-    while ((to_key.to(tl.int64) - from_key) >> bits) > _BINS:
-        bits += 1
-    return bits
+def _bin_bits(from_key, to_key, cell_bits):
+    """A bin holds 2 to this power of keys: a cell, or where the bracket is wide more."""
+    while ((to_key.to(tl.int64) - from_key) >> cell_bits) > _BINS:
+        cell_bits += 1
+    return cell_bits
 
 
 @triton.jit
@@ -236,13 +234,13 @@ def _threshold_kernel(
             total = tl.sum(mass * tl.exp2(top * mass_scale - mass_shift), 0)
             target = tl.where(phase == _COUNTING, top_k.to(tl.float32), total * fraction)
             cell = tl.where(ruled, 1, 1 << CELL_BITS)
-            low, high = _key_up(tl.maximum(threshold, -_LARGEST), cell), _key(peak) + cell
+            low, high = _key_up(threshold, cell), _key(peak) + cell
             lowest = tl.min(tl.where(top > float("-inf"), top, peak), 0)
             weight = tl.where(top > float("-inf"), tl.exp2(top * scale - shift), 0.0)
             maxima_do = (phase != _WEIGHING) & (tl.sum(weight, 0) >= target)
             if maxima_do:
                 low = tl.maximum(low, _bisect(top, weight, target, _key(lowest), high, cell))
-            count = _list_tiles(tiles, t, top >= _number(low))
+            count = _list_tiles(tiles, t, (top >= _number(low)) & (t < num_tiles))
             if count <= FEW:
                 i = tl.arange(0, FEW)
                 tile = tl.load(tiles + i, mask=i < count, other=num_tiles)
@@ -326,7 +324,7 @@ def _long_pass_kernel(
     from_key, to_key = tl.load(state + _FROM).to(tl.int32), tl.load(state + _TO).to(tl.int32)
     peak = tl.load(state + _PEAK).to(tl.int32).to(tl.float32, bitcast=True)
     if phase != _DONE:
-        bits = tl.where(ruled, _bin_bits(from_key, to_key, 0), _bin_bits(from_key, to_key, CELL_BITS))
+        bits = _bin_bits(from_key, to_key, tl.where(ruled, 0, CELL_BITS))
         scale, shift = _scale_of(phase, temperature, peak)
         logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
         tops, above = max_SN + s * num_tiles, tl.zeros((TILES, TILE_SIZE // 8), tl.float32)
@@ -385,7 +383,8 @@ def _settle_kernel(
         sure = tl.load(state + _ABOVE).to(tl.float64) / (1 << 40)
         threshold = tl.load(threshold_S + s)
         fraction = tl.maximum(top_p - _SLACK, _SLACK / 10).to(tl.float64)
-        cell = tl.where(ruled, 1, 1 << CELL_BITS)
+        cell_bits = tl.where(ruled, 0, CELL_BITS)
+        cell = 1 << cell_bits
         logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
         tiles, bins, bin = tiles_SN + s * ALL_TILES, bins_SB + s * _BINS, tl.arange(0, _BINS)
         while phase != _DONE:
@@ -395,7 +394,7 @@ def _settle_kernel(
                 from_key, to_key = low, high
             else:
                 # A bin's tokens weigh at least as if all were the least number in it, and at most as if the largest.
-                bits = tl.where(ruled, _bin_bits(from_key, to_key, 0), _bin_bits(from_key, to_key, CELL_BITS))
+                bits = _bin_bits(from_key, to_key, cell_bits)
                 scale, shift = _scale_of(phase, temperature, peak)
                 start = tl.minimum(from_key + (bin.to(tl.int64) << bits), to_key)
                 last = tl.minimum(from_key + ((bin + 1).to(tl.int64) << bits), to_key) - cell
@@ -403,12 +402,12 @@ def _settle_kernel(
                 lightest = tl.exp2(_number(start.to(tl.int32)) * scale - shift)
                 at_least = sure + tl.cumsum(tl.where(count > 0, count * lightest, 0.0), 0, reverse=True)
                 at_most = at_least
-                if (tl.full((), 1, tl.int32) << bits) > cell:
+                if bits > cell_bits:
                     heaviest = tl.exp2(_number(last.to(tl.int32)) * scale - shift)
                     at_most = sure + tl.cumsum(tl.where(count > 0, count * heaviest, 0.0), 0, reverse=True)
                 num_sure = tl.sum((at_least >= target).to(tl.int64), 0)
                 num_maybe = tl.sum((at_most >= target).to(tl.int64), 0)
-                width = high.to(tl.int64) - low
+                half = (high.to(tl.int64) - low) // 2
                 if sure >= target:
                     low = to_key
                 else:
@@ -421,20 +420,19 @@ def _settle_kernel(
                     phase = tl.where((phase == _COUNTING) & (top_p < 1), _WEIGHING, _DONE)
                     low, high = _key_up(threshold, cell), _key(peak) + cell
                     from_key, to_key = low, low
-                elif (
-                    high.to(tl.int64) - low
-                ) * 2 > width:  # bins too wide to tell much: only whether it's above the middle
-                    from_key = low + (((high.to(tl.int64) - low) // 2).to(tl.int32) & -cell)
+                elif high.to(tl.int64) - low > half:
+                    # Such wide bins tell little: the next pass is about the middle alone.
+                    from_key = low + ((high.to(tl.int64) - low) // 2).to(tl.int32) // cell * cell
                     to_key = from_key
             if phase != _DONE:
                 from_key, to_key = _of_one_sign(from_key, to_key, cell)
-                bits = tl.where(ruled, _bin_bits(from_key, to_key, 0), _bin_bits(from_key, to_key, CELL_BITS))
+                bits = _bin_bits(from_key, to_key, cell_bits)
                 scale, shift = _scale_of(phase, temperature, peak)
                 tl.debug_barrier()  # the bins were read
                 tl.store(bins + bin, tl.zeros((_BINS,), tl.int32))
                 t = tl.arange(0, ALL_TILES)
                 top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
-                num_wanted = _list_tiles(tiles, t, top >= _number(from_key))
+                num_wanted = _list_tiles(tiles, t, (top >= _number(from_key)) & (t < num_tiles))
                 above = tl.zeros((CHUNK,), tl.float64)
                 for first in range(0, num_wanted, CHUNK):
                     i = first + tl.arange(0, CHUNK)
