@@ -432,12 +432,12 @@ def sampling_variants() -> Iterator[Case]:
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         inputs_ = Sampling(256, name)
-        options = itertools.product([(32, 8), (64, 16)], [32, 64], [16, 32], [8, 16, 38])
+        options = itertools.product([8, 16], [32, 64], [16, 32], [4, 8, 38])
         calls = {
-            f"c{chunk} w{warps} s{sampled} t{tiles} p{parts}": inputs_.ours(
-                filters={"chunk": chunk, "num_warps": warps, "sampled": sampled, "tiles": tiles, "parts": parts}
+            f"w{warps} s{sampled} t{tiles} p{parts}": inputs_.ours(
+                filters={"num_warps": warps, "sampled": sampled, "tiles": tiles, "parts": parts}
             )
-            for (chunk, warps), sampled, tiles, parts in options
+            for warps, sampled, tiles, parts in options
         }
         yield inputs_.case(calls | {"default": inputs_.ours()})
 

@@ -173,11 +173,6 @@ def _count_and_weigh(x, bins, from_key, to_key, bits, scale, shift, COMPILED: tl
     return tl.where(x >= _number(to_key), tl.exp2(x * scale - shift), 0.0)
 
 
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
     threshold_S,
@@ -276,7 +271,7 @@ def _threshold_kernel(
                         step *= 0.5
                         less = tl.where(sample < from_x + step, sampled, 0.0)
                         more = tl.where(sample < to_x + step, sampled, 0.0)
-                        less, more = tl.reduce((less, more), 0, _add_pairs)  # one way through shared memory for both
+                        less, more = tl.split(tl.sum(tl.join(less, more), 0))  # together: one barrier for both
                         from_x += tl.where(less < below * (1 - off), step, 0.0)
                         to_x += tl.where(more < below * (1 + off), step, 0.0)
                     from_key = tl.minimum(tl.maximum(_key_up(from_x, cell), low), high - cell)
