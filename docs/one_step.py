@@ -104,10 +104,9 @@ class Steps:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_id: int) -> None:
         """token_id: what row 0 shall have sampled, as weights that aren't there can't say."""
-        if self.decode.takes(plan):
-            self.decode.run(plan)
-        else:
-            self.mixed.run(plan)
+        steps = self.decode if self.decode.takes(plan) else self.mixed
+        logits_r, sample = steps.forward(plan)
+        sample(logits_r)
         self.rows.state.last_token_R[0] = token_id
 
 

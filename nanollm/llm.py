@@ -15,6 +15,7 @@ from tqdm import tqdm
 from nanollm.config import GPU_BLOCK_SIZE, EngineConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.follower_core import FollowerCore
+from nanollm.engine.grammars import Grammars
 from nanollm.engine.sequence import Sequence as EngineSequence
 from nanollm.models.source import ModelSource, resolve_model
 from nanollm.outputs import EngineOutput, RequestOutput, pack_outputs
@@ -46,13 +47,23 @@ def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, M
     return config, source, device
 
 
-def start_engine(config: EngineConfig, source: ModelSource, device: "torch.device") -> tuple[Executor, EngineCore]:
+def find_tokenizer(config: EngineConfig, source: ModelSource) -> "PreTrainedTokenizerBase | None":
+    """The model's tokenizer, or the one that was given; None if there is none, or none is wanted."""
+    where = config.tokenizer or source.path
+    if where is None or config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(where, revision=config.revision)
+
+
+def start_engine(
+    config: EngineConfig, source: ModelSource, device: "torch.device", grammars: Grammars
+) -> tuple[Executor, EngineCore]:
     """Start all ranks and load the model; this process is rank 0."""
     executor = Executor(config, source, device)
     overlap = device.type != "cpu" if config.overlap is None else config.overlap
     name = os.path.basename(config.model) if os.path.exists(config.model) else config.model
     logger.info("%s: %s", name, executor.runner.describe())
-    return executor, EngineCore(config, source.config, executor, overlap)
+    return executor, EngineCore(config, source.config, executor, overlap, grammars)
 
 
 @dataclass
@@ -78,18 +89,16 @@ class LLM:
         self.config, source, device = find_engine(model, kwargs)
         self.model_config = source.config
         self._generation_config = source.generation_config if self.config.generation_config == "auto" else {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        where = self.config.tokenizer or source.path
-        if where is not None and not self.config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(where, revision=self.config.revision)
+        self.tokenizer = tokenizer = find_tokenizer(self.config, source)
+        grammars = Grammars(lambda: tokenizer, source.config)
         world = torchrun_world()
         self._executor: Executor | Follower
         self._engine: EngineCore
         if world is not None and world[0] > 0:
             self._executor = Follower(self.config, source, *follow_torchrun(self.config, device))
-            self._engine = FollowerCore(self.config, source.config, self._executor)
+            self._engine = FollowerCore(self.config, source.config, self._executor, grammars)
         else:
-            self._executor, self._engine = start_engine(self.config, source, device)
+            self._executor, self._engine = start_engine(self.config, source, device, grammars)
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
         self._depth = 0  # of nested uses of the engine, in the thread that has the lock
@@ -257,10 +266,17 @@ class LLM:
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
             )
         with self._lock:
-            return [
+            requests = [
                 self._prepare_one(prompt, params, index, all_logits)
                 for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
             ]
+        for index, request in enumerate(requests):
+            if (grammar := request.sequences[0].grammar) is not None:
+                try:
+                    grammar.result()
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from None
+        return requests
 
     def _prepare_on_all_ranks(
         self, make_prompts: Callable[[], Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None

@@ -9,6 +9,7 @@ from nanollm.sampling_params import (
     FIRST_SLOT,
     GREEDY_BELOW,
     HAS_BAD_WORDS,
+    HAS_MASK,
     HAS_RULES,
     MAX_BAD_WORDS,
     NUM_SLOTS,
@@ -20,7 +21,11 @@ _FOREVER = 2**31 - 1
 def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
     """The row's sampling parameters as StepPlan.params has them."""
     params = seq.params
-    flags = 0 if rules is None else HAS_RULES | (HAS_BAD_WORDS if rules.bad_words else 0)
+    flags = 0 if rules is None else HAS_RULES
+    if rules is not None and rules.bad_words:
+        flags |= HAS_BAD_WORDS
+    if params.structured_outputs is not None:
+        flags |= HAS_MASK
     words = struct.pack(
         "<fqiifffffi",
         params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
@@ -55,7 +60,7 @@ def row_rules(seq: Sequence) -> RowRules | None:
         if prefix:
             bad_words.append((last, prefix))
     penalizes = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-    if not (slots or penalizes or params.allowed_token_ids):
+    if not (slots or penalizes or params.allowed_token_ids or params.structured_outputs):
         return None
     prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
     return RowRules(

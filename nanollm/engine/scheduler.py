@@ -31,6 +31,9 @@ class Step:
     sampled: list[Sequence]
     # Sequences that want logits or log probabilities of their prompt, and of how many positions this step brings them.
     logit_spans: list[tuple[Sequence, int]]
+    # Those of plan.masked and plan.processed.
+    masked: list[Sequence]
+    processed: list[Sequence]
 
 
 @dataclass
@@ -351,6 +354,8 @@ class Scheduler:
                 seq.num_pending += 1
                 seq.token_on_device = True
         num_logprobs = [seq.num_logprobs for seq in sampled] + num_logprobs
+        masked = [i for i, seq in enumerate(sampled) if seq.matcher is not None]
+        processed = [i for i, seq in enumerate(sampled) if seq.params.logits_processors]
         rules = [row_rules(seq) for seq in started]
         row_ids_B = _int32([seq.row for seq in draft.sequences])
         all_sample = len(sampled) == len(draft.sequences)
@@ -373,8 +378,11 @@ class Scheduler:
             rules=_int32([word for row in rules if row is not None for word in row.pack()]),
             num_logprobs_L=_int32(num_logprobs if max(num_logprobs, default=-1) >= 0 else []),
             targets=_int32(targets),
+            masked=_int32(masked),
+            processed=_int32(processed),
         )
-        return Step(plan, draft.sequences, sampled, spans)
+        picked = [[sampled[i] for i in index] for index in (masked, processed)]
+        return Step(plan, draft.sequences, sampled, spans, *picked)
 
     def _leave(self, seq: Sequence) -> None:
         """Take a finished sequence off the running ones; blocks and row follow when no step in flight uses them."""

@@ -1,0 +1,302 @@
+"""Which JSON schemas can be kept to: what xgrammar would ignore, or get wrong, is refused by name.
+
+A schema that passes only ever leads to valid JSON. It may lead to less than the schema allows: properties come in the
+order of the schema, strings with a length or a pattern have no escapes, and a pattern is of the whole string.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+MAX_DEPTH = 32
+_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ALTERNATIVES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_OF_TYPE: dict[str, tuple[str, ...]] = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": (*_BOUNDS, "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "object": (
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+    ),
+}
+_ABOUT_VALUES = ("type", *(name for names in _OF_TYPE.values() for name in names))
+_UNSUPPORTED = (
+    "not",
+    "if",
+    "contains",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "$dynamicRef",
+    "$recursiveRef",
+)
+_FORMATS = (
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uri-reference",
+    "uri-template",
+    "uuid",
+    "json-pointer",
+    "relative-json-pointer",
+)
+_MAX_NUMBER = 2**53  # beyond, a float64 is not exact
+
+
+def prepare_schema(text: str) -> str:
+    """The schema as xgrammar keeps to it. ValueError says where it is wrong, or not supported, and what to do."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    return json.dumps(_prepare(schema, schema, "the schema", 0))
+
+
+def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, dict):
+        raise ValueError(f"{at} must be an object or a boolean, got {schema!r:.100}")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{at:.200} is more than {MAX_DEPTH} levels deep: make it flatter, or use $defs")
+    for name in _UNSUPPORTED:
+        if name in schema:
+            raise ValueError(f"{at}.{name} is not supported: leave it out")
+    for name in ("uniqueItems", "unevaluatedItems", "unevaluatedProperties"):
+        if schema.get(name):
+            raise ValueError(f"{at}.{name} may only be false, got {schema[name]!r:.100}")
+    prepared = {name: value for name, value in schema.items() if not name.startswith("uneval")}
+    for name in ("items", "additionalProperties", "propertyNames"):
+        if isinstance(schema.get(name), list):
+            raise ValueError(f"{at}.{name} must be one schema, got a list: use prefixItems for a list of schemas")
+        if name in schema:
+            prepared[name] = _prepare(schema[name], root, f"{at}.{name}", depth + 1)
+    for name in ("$defs", "definitions", "properties", "patternProperties"):
+        if name in schema:
+            items = _need(schema, name, dict, "an object", at).items()
+            prepared[name] = {key: _prepare(value, root, f"{at}.{name}.{key}", depth + 1) for key, value in items}
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if name in schema:
+            values = _need(schema, name, list, "a list", at)
+            prepared[name] = [_prepare(value, root, f"{at}.{name}[{i}]", depth + 1) for i, value in enumerate(values)]
+            if not values:
+                raise ValueError(f"{at}.{name} must not be empty")
+    if alternatives := [name for name in _ALTERNATIVES if name in schema]:
+        _check_alternatives(alternatives, schema, root, at)
+    else:
+        _prepare_values(prepared, at)
+    return prepared
+
+
+def _need(schema: dict[str, Any], name: str, kind: type | tuple[type, ...], what: str, at: str) -> Any:
+    value = schema[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{at}.{name} must be {what}, got {value!r:.100}")
+    return value
+
+
+def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at: str) -> None:
+    """Of a schema that gives its values, or other schemas for them."""
+    name, *others = names
+    is_list = name in ("const", "enum")
+    others += [other for other in _ABOUT_VALUES if other in schema and not (is_list and other == "type")]
+    if others:
+        raise ValueError(f"{at}: {others[0]} beside {name} is not supported: put it inside, or leave one out")
+    if name == "$ref" and not (isinstance(schema[name], str) and (schema[name] + "/").startswith("#/")):
+        raise ValueError(f"{at}.$ref must lead into this schema, as #/$defs/name does, got {schema[name]!r:.100}")
+    if name == "allOf" and len(schema[name]) > 1:
+        raise ValueError(f"{at}.allOf may have one schema only: merge them")
+    if name == "oneOf":
+        for a, b in combinations(schema[name], 2):
+            if not _disjoint(a, b, root):
+                raise ValueError(f"{at}.oneOf has schemas that one value may fit both of: use anyOf")
+    if is_list:
+        values = [schema["const"]] if name == "const" else _need(schema, name, list, "a list", at)
+        types = _types(schema, at)
+        for value in values:
+            if not any(_has_type(value, kind) for kind in types):
+                raise ValueError(f"{at}.{name} has {value!r:.100}, which is not of type {' or '.join(types)}")
+            if any(abs(number) > _MAX_NUMBER for number in _numbers(value)):
+                raise ValueError(f"{at}.{name} may have numbers up to 2**53, got {value!r:.100}")
+
+
+def _prepare_values(schema: dict[str, Any], at: str) -> None:
+    """Of a schema that says of which type its values are, and more about them."""
+    for name in _COUNTS:
+        if name in schema and not 0 <= _need(schema, name, int, "an integer", at) < 2**31:
+            raise ValueError(f"{at}.{name} must be from 0 to 2**31 - 1, got {schema[name]}")
+    for name in (*_BOUNDS, "multipleOf"):
+        if name in schema:
+            _need(schema, name, (int, float), "a number", at)
+    if "type" not in schema:
+        found = [kind for kind, names in _OF_TYPE.items() if any(name in schema for name in names)]
+        if not found:
+            return
+        if found not in (["array"], ["object"]):
+            name = next(name for name in _ABOUT_VALUES if name in schema)
+            raise ValueError(f"{at} has {name} but no type: say which it is of")
+        schema["type"] = found[0]
+    types = _types(schema, at)
+    if "multipleOf" in schema and ("number" in types or any(name in schema for name in _BOUNDS)):
+        raise ValueError(f"{at}.multipleOf is supported for type integer without bounds only")
+    if "string" in types:
+        _prepare_string(schema, at)
+    if "array" in types and not {"items", "prefixItems"} & schema.keys():
+        schema["items"] = True
+    if "object" in types:
+        _check_object(schema, at)
+
+
+def _prepare_string(schema: dict[str, Any], at: str) -> None:
+    has_length = "minLength" in schema or "maxLength" in schema
+    if has_length + ("pattern" in schema) + ("format" in schema) > 1:
+        raise ValueError(f"{at}: only one of a length, pattern and format is supported: leave out the others")
+    if "pattern" in schema:
+        check_regex(_need(schema, "pattern", str, "a string", at), f"{at}.pattern", in_json=True)
+    if "format" in schema and schema["format"] not in _FORMATS:
+        raise ValueError(f"{at}.format must be one of {', '.join(_FORMATS)}, got {schema['format']!r:.100}")
+    if has_length:  # of its own, xgrammar would let control characters in
+        low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
+        if high != "" and high < low:
+            raise ValueError(f"{at}.maxLength must be at least minLength {low}, got {high}")
+        schema["pattern"] = rf'^[^"\\\x00-\x1f]{{{low},{high}}}$'
+
+
+def _check_object(schema: dict[str, Any], at: str) -> None:
+    known = schema.get("properties", {})
+    for name in _need(schema, "required", list, "a list", at) if "required" in schema else []:
+        if name not in known:
+            raise ValueError(f"{at}.required has {name!r:.100}, which is not in properties: describe it there")
+    patterns = schema.get("patternProperties", {})
+    if patterns and (len(patterns) > 1 or known or schema.get("additionalProperties") or "propertyNames" in schema):
+        raise ValueError(f"{at}.patternProperties may have one pattern, and nothing else that says which names come")
+    for pattern in patterns:
+        check_regex(pattern, f"{at}.patternProperties", in_json=True)
+    if known and "propertyNames" in schema:
+        raise ValueError(f"{at}.propertyNames beside properties is not supported: leave it out")
+    is_open = not known or patterns or schema.get("additionalProperties")
+    if schema.get("minProperties") and is_open:  # a name may come twice
+        raise ValueError(f"{at}.minProperties is supported for known properties only: list them, or leave it out")
+
+
+def _types(schema: dict[str, Any], at: str) -> list[str]:
+    """What type says, as a list; all of them if there is none."""
+    types = schema.get("type", list(_TYPES))
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not types or any(kind not in _TYPES for kind in types):
+        raise ValueError(f"{at}.type must be one or a list of {', '.join(_TYPES)}, got {schema['type']!r:.100}")
+    return types
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if isinstance(value, int | float):
+        return kind == "number" or (kind == "integer" and value == int(value))
+    return kind == {str: "string", list: "array", dict: "object", type(None): "null"}[type(value)]
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def _disjoint(a: Any, b: Any, root: Any) -> bool:
+    """Whether it is plain that no value fits both schemas: by type, values, or a property that tells them apart."""
+    a, b = _resolve(a, root), _resolve(b, root)
+    values_a, values_b = _values(a), _values(b)
+    if values_a is not None and values_b is not None:
+        return not any(value in values_b for value in values_a)
+    kinds_a, kinds_b = _kinds(a, values_a), _kinds(b, values_b)
+    if not kinds_a & kinds_b:
+        return True
+    if kinds_a & kinds_b != {"object"}:
+        return False
+    for name in {*a.get("required", ())} & {*b.get("required", ())}:
+        pair = [_values(_resolve(schema.get("properties", {}).get(name), root)) for schema in (a, b)]
+        if pair[0] is not None and pair[1] is not None and not any(value in pair[1] for value in pair[0]):
+            return True
+    return False
+
+
+def _resolve(schema: Any, root: Any) -> dict[str, Any]:
+    """The schema behind references; an empty one, which fits everything, if it is not found."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            break
+        target = root
+        for part in schema["$ref"].split("/")[1:]:
+            target = target.get(part) if isinstance(target, dict) else None
+        schema = target
+    return schema if isinstance(schema, dict) else {}
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _kinds(schema: dict[str, Any], values: list[Any] | None) -> set[str]:
+    """Types that a value may have, integer being number."""
+    types = _types(schema, "a schema of oneOf")
+    if values is not None:
+        types = [kind for kind in types if any(_has_type(value, kind) for value in values)]
+    return {"number" if kind == "integer" else kind for kind in types}
+
+
+def check_regex(pattern: str, at: str, *, in_json: bool = False) -> None:
+    """ValueError for what xgrammar would ignore: anchors inside, lookaround; and in a JSON string characters that it
+    has to escape, unless they are only excluded. What else is wrong it says itself."""
+    depth, in_class, is_negated = 0, False, False
+    i = 0
+    while i < len(pattern):
+        char, start = pattern[i], i
+        i += 1
+        value = char
+        if char == "\\":
+            escape = pattern[i : i + 1]
+            i += 1
+            value = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0", "c": "\0"}.get(escape, escape)
+            if escape in ("x", "u"):
+                digits = pattern[i : i + (2 if escape == "x" else 4)]
+                try:
+                    value = chr(int(digits, 16))
+                except ValueError:
+                    raise ValueError(f"{at} has an unfinished escape at {start}: {pattern!r:.100}") from None
+                i += len(digits)
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class, is_negated = True, pattern[i : i + 1] == "^"
+            i += is_negated
+            if pattern[i : i + 1] == "]":
+                raise ValueError(f"{at} has an empty class at {start}: {pattern!r:.100}")
+        elif char == "(":
+            depth += 1
+            if pattern[i : i + 2] in ("?=", "?!") or pattern[i : i + 3] in ("?<=", "?<!"):
+                raise ValueError(f"{at} has lookaround, which is not supported: {pattern!r:.100}")
+        elif char == ")":
+            depth -= 1
+        elif (char == "^" and not (start == 0 or (depth == 0 and pattern[start - 1] == "|"))) or (
+            char == "$" and not (i == len(pattern) or (depth == 0 and pattern[i] == "|"))
+        ):
+            raise ValueError(f"{at} has {char} inside, which is not supported: {pattern!r:.100}")
+        if in_json and (value in '"\\' or value < " ") and value and not (in_class and is_negated):
+            raise ValueError(f"{at} has {value!r}, which JSON escapes and so can't be matched: {pattern!r:.100}")
