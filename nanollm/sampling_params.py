@@ -34,7 +34,6 @@ HAS_RULES, HAS_BAD_WORDS, HAS_MASK = 1, 2, 4
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
 NUM_SLOTS, NO_SLOT, BANNED_SLOT, FIRST_SLOT = 1024, 0, 1, 2
 MAX_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens; most tokens before the last of one
-KINDS_OF_STRUCTURE = ("json", "regex", "choice", "grammar", "json_object")
 MAX_GRAMMAR_CHARS = 65536
 
 
@@ -95,10 +94,10 @@ class StructuredOutputsParams:
                 object.__setattr__(self, "json", json.dumps(self.json, allow_nan=False))
             except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"structured_outputs.json must be a JSON schema: {error}") from None
-        given = [name for name in KINDS_OF_STRUCTURE if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise ValueError(
-                f"structured_outputs must have exactly one of {', '.join(KINDS_OF_STRUCTURE)}, got "
+                "structured_outputs must have exactly one of json, regex, choice, grammar and json_object, got "
                 f"{' and '.join(given) or 'none'}"
             )
         check_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
@@ -106,12 +105,23 @@ class StructuredOutputsParams:
             check_bool("structured_outputs.json_object", self.json_object)
         if self.choice is not None:
             object.__setattr__(self, "choice", _strings("structured_outputs.choice", self.choice))
+            if not self.choice:
+                raise ValueError("structured_outputs.choice must name a string, got none")
         for name in ("json", "regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise ValueError(f"structured_outputs.{name} must be a string, got {value!r:.200}")
         size = sum(map(len, self.choice or [])) + len(self.json or self.regex or self.grammar or "")
         if size > MAX_GRAMMAR_CHARS:
             raise ValueError(f"structured_outputs.{given[0]} may have {MAX_GRAMMAR_CHARS} characters, got {size}")
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields it is that says what the output must be."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        names = ("json", "regex", "choice", "grammar", "json_object")
+        return [name for name in names if getattr(self, name) not in (None, False)]
 
     @staticmethod
     def of(value: Any) -> "StructuredOutputsParams":

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanollm.config import ModelConfig
-from nanollm.engine.json_schema import check_regex, prepare_schema
-from nanollm.sampling_params import KINDS_OF_STRUCTURE, StructuredOutputsParams
+from nanollm.engine.json_schema import prepare_regex, prepare_schema
+from nanollm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,6 @@ class Grammar:
 
     def __init__(self, wanted: StructuredOutputsParams) -> None:
         self.wanted = wanted
-        self.kind = next(name for name in KINDS_OF_STRUCTURE if getattr(wanted, name))
         self.future: Future[Any] = Future()
         self.started = float("inf")  # time.monotonic() when a thread took it up
         self.num_bytes = 0
@@ -48,7 +47,7 @@ class Grammar:
             wait([self.future], timeout=0.05)
         if not self.future.done():
             raise ValueError(
-                f"structured_outputs.{self.kind} takes more than {COMPILE_SECONDS:g} s to compile: make it simpler"
+                f"structured_outputs.{self.wanted.kind} takes over {COMPILE_SECONDS:g} s to compile: make it simpler"
             )
         return self.future.result()
 
@@ -116,7 +115,7 @@ class Grammars:
             if self._compiler is None:
                 self._start()
         try:
-            parsed = _parse(grammar)
+            parsed = _parse(grammar.wanted)
             if not _can_end(json.loads(parsed.serialize_json())):
                 raise ValueError("accepts nothing: no output could ever be complete")
             return self._compiler.compile_grammar(parsed)
@@ -124,7 +123,7 @@ class Grammars:
             text = str(error)
             if not isinstance(error, ValueError):  # xgrammar's begin with the place in its source
                 text = text.partition(": ")[2].strip() or text
-            raise ValueError(f"structured_outputs.{grammar.kind}: {text}") from None
+            raise ValueError(f"structured_outputs.{grammar.wanted.kind}: {text}") from None
 
     def _start(self) -> None:
         try:
@@ -151,17 +150,15 @@ class Grammars:
         self._filler = xgrammar.BatchGrammarMatcher(min(num_threads, 8))
 
 
-def _parse(grammar: Grammar) -> Any:
+def _parse(wanted: StructuredOutputsParams) -> Any:
     """The xgrammar.Grammar of what is wanted."""
     from xgrammar import Grammar as Parsed
 
-    wanted = grammar.wanted
-    if wanted.regex:
-        check_regex(wanted.regex, "it")
-        return Parsed.from_regex(wanted.regex)
-    if wanted.grammar:
+    if wanted.regex is not None:
+        return Parsed.from_regex(prepare_regex(wanted.regex, "it"))
+    if wanted.grammar is not None:
         return Parsed.from_ebnf(wanted.grammar)
-    if wanted.choice:
+    if wanted.choice is not None:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
         return Parsed.from_ebnf(f"root ::= {choices}")
     schema = '{"type": "object", "additionalProperties": true}' if wanted.json_object else wanted.json

@@ -5,6 +5,7 @@ order of the schema, strings with a length or a pattern have no escapes, and a p
 """
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
@@ -55,6 +56,12 @@ _FORMATS = (
     "json-pointer",
     "relative-json-pointer",
 )
+# An escape, a class, the start of lookaround, or a character.
+_TOKEN = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c[A-Za-z]|.)|\[\^?(?:\\.|[^\\\]])*\]|\(\?<?[=!]|.", re.DOTALL
+)
+_NOT_TEXT = r"\x7f\u07FF\uD800-\uDFFF\uFFFF"
+_BEYOND_ASCII = "\x7f-\U0010ffff"
 _MAX_NUMBER = 2**53  # beyond, a float64 is not exact
 
 
@@ -85,7 +92,10 @@ def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
         if isinstance(schema.get(name), list):
             raise ValueError(f"{at}.{name} must be one schema, got a list: use prefixItems for a list of schemas")
         if name in schema:
-            prepared[name] = _prepare(schema[name], root, f"{at}.{name}", depth + 1)
+            inner = schema[name]
+            if name == "propertyNames" and isinstance(inner, dict) and not inner.keys() & {"type", *_ALTERNATIVES}:
+                inner = {"type": "string"} | inner
+            prepared[name] = _prepare(inner, root, f"{at}.{name}", depth + 1)
     for name in ("$defs", "definitions", "properties", "patternProperties"):
         if name in schema:
             items = _need(schema, name, dict, "an object", at).items()
@@ -98,6 +108,8 @@ def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
                 raise ValueError(f"{at}.{name} must not be empty")
     if alternatives := [name for name in _ALTERNATIVES if name in schema]:
         _check_alternatives(alternatives, schema, root, at)
+        if "oneOf" in prepared:  # no two of which fit one value, so
+            prepared["anyOf"] = prepared.pop("oneOf")
     else:
         _prepare_values(prepared, at)
     return prepared
@@ -159,7 +171,7 @@ def _prepare_values(schema: dict[str, Any], at: str) -> None:
     if "array" in types and not {"items", "prefixItems"} & schema.keys():
         schema["items"] = True
     if "object" in types:
-        _check_object(schema, at)
+        _prepare_object(schema, at)
 
 
 def _prepare_string(schema: dict[str, Any], at: str) -> None:
@@ -167,17 +179,18 @@ def _prepare_string(schema: dict[str, Any], at: str) -> None:
     if has_length + ("pattern" in schema) + ("format" in schema) > 1:
         raise ValueError(f"{at}: only one of a length, pattern and format is supported: leave out the others")
     if "pattern" in schema:
-        check_regex(_need(schema, "pattern", str, "a string", at), f"{at}.pattern", in_json=True)
+        pattern = _need(schema, "pattern", str, "a string", at)
+        schema["pattern"] = prepare_regex(pattern, f"{at}.pattern", in_json=True)
     if "format" in schema and schema["format"] not in _FORMATS:
         raise ValueError(f"{at}.format must be one of {', '.join(_FORMATS)}, got {schema['format']!r:.100}")
     if has_length:  # of its own, xgrammar would let control characters in
         low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
         if high != "" and high < low:
             raise ValueError(f"{at}.maxLength must be at least minLength {low}, got {high}")
-        schema["pattern"] = rf'^[^"\\\x00-\x1f]{{{low},{high}}}$'
+        schema["pattern"] = rf'^[^{_NOT_TEXT}"\\\x00-\x1f]{{{low},{high}}}$'
 
 
-def _check_object(schema: dict[str, Any], at: str) -> None:
+def _prepare_object(schema: dict[str, Any], at: str) -> None:
     known = schema.get("properties", {})
     for name in _need(schema, "required", list, "a list", at) if "required" in schema else []:
         if name not in known:
@@ -185,8 +198,9 @@ def _check_object(schema: dict[str, Any], at: str) -> None:
     patterns = schema.get("patternProperties", {})
     if patterns and (len(patterns) > 1 or known or schema.get("additionalProperties") or "propertyNames" in schema):
         raise ValueError(f"{at}.patternProperties may have one pattern, and nothing else that says which names come")
-    for pattern in patterns:
-        check_regex(pattern, f"{at}.patternProperties", in_json=True)
+    if patterns:
+        ((pattern, value),) = patterns.items()
+        schema["patternProperties"] = {prepare_regex(pattern, f"{at}.patternProperties", in_json=True): value}
     if known and "propertyNames" in schema:
         raise ValueError(f"{at}.propertyNames beside properties is not supported: leave it out")
     is_open = not known or patterns or schema.get("additionalProperties")
@@ -261,42 +275,46 @@ def _kinds(schema: dict[str, Any], values: list[Any] | None) -> set[str]:
     return {"number" if kind == "integer" else kind for kind in types}
 
 
-def check_regex(pattern: str, at: str, *, in_json: bool = False) -> None:
-    """ValueError for what xgrammar would ignore: anchors inside, lookaround; and in a JSON string characters that it
-    has to escape, unless they are only excluded. What else is wrong it says itself."""
-    depth, in_class, is_negated = 0, False, False
-    i = 0
-    while i < len(pattern):
-        char, start = pattern[i], i
-        i += 1
-        value = char
-        if char == "\\":
-            escape = pattern[i : i + 1]
-            i += 1
-            value = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0", "c": "\0"}.get(escape, escape)
-            if escape in ("x", "u"):
-                digits = pattern[i : i + (2 if escape == "x" else 4)]
-                try:
-                    value = chr(int(digits, 16))
-                except ValueError:
-                    raise ValueError(f"{at} has an unfinished escape at {start}: {pattern!r:.100}") from None
-                i += len(digits)
-        elif in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class, is_negated = True, pattern[i : i + 1] == "^"
-            i += is_negated
-            if pattern[i : i + 1] == "]":
-                raise ValueError(f"{at} has an empty class at {start}: {pattern!r:.100}")
-        elif char == "(":
-            depth += 1
-            if pattern[i : i + 2] in ("?=", "?!") or pattern[i : i + 3] in ("?<=", "?<!"):
-                raise ValueError(f"{at} has lookaround, which is not supported: {pattern!r:.100}")
-        elif char == ")":
-            depth -= 1
-        elif (char == "^" and not (start == 0 or (depth == 0 and pattern[start - 1] == "|"))) or (
-            char == "$" and not (i == len(pattern) or (depth == 0 and pattern[i] == "|"))
-        ):
-            raise ValueError(f"{at} has {char} inside, which is not supported: {pattern!r:.100}")
-        if in_json and (value in '"\\' or value < " ") and value and not (in_class and is_negated):
-            raise ValueError(f"{at} has {value!r}, which JSON escapes and so can't be matched: {pattern!r:.100}")
+def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
+    """The regex as xgrammar keeps to it, for texts that it matches as a whole. ValueError for what it would ignore,
+    anchors inside and lookaround, and in a JSON string for characters that must be escaped there, unless excluded.
+
+    What excludes characters, `.` too, excludes half a surrogate pair as well, which xgrammar takes for a character, and
+    those at which UTF-8 gets longer: so it builds no range across, with encodings that aren't the shortest. \\D, \\W,
+    \\S, and what excludes \\d, \\w or \\s, is ASCII, since beyond it regex dialects differ.
+    """
+    tokens, depth, prepared = _TOKEN.findall(pattern), 0, []
+    for i, token in enumerate(tokens):
+        excludes = token.startswith("[^")
+        if token.startswith(("(?=", "(?!", "(?<")):
+            raise ValueError(f"{at} has lookaround, which is not supported: {pattern!r:.100}")
+        if token in ("[]", "[^]"):
+            raise ValueError(f"{at} has an empty class: {pattern!r:.100}")
+        if token in ("(", ")"):
+            depth += 1 if token == "(" else -1
+        is_first, is_last = (j in (-1, len(tokens)) or (depth == 0 and tokens[j] == "|") for j in (i - 1, i + 1))
+        if (token == "^" and not is_first) or (token == "$" and not is_last):
+            raise ValueError(f"{at} has {token} inside, which is not supported: {pattern!r:.100}")
+        parts = [] if excludes else _TOKEN.findall(token[1:-1]) if token.startswith("[") else [token]
+        if in_json and (escaped := [part for part in parts if _is_escaped_in_json(part)]):
+            raise ValueError(f"{at} has {escaped[0]}, which JSON escapes and so can't be matched: {pattern!r:.100}")
+        if excludes:
+            kept_out = _BEYOND_ASCII if re.search(r"\\[dws]", token) else _NOT_TEXT
+            token = f"[^{kept_out}{token[2:]}"
+        elif token == ".":
+            token = rf"[^{_NOT_TEXT}\n\r]"
+        elif token in (r"\D", r"\W", r"\S"):
+            token = f"[^{_BEYOND_ASCII}{token.lower()}]"
+        prepared.append(token)
+    return "".join(prepared)
+
+
+def _is_escaped_in_json(token: str) -> bool:
+    """Whether it is a character, or an escape of one, that may not stand in a JSON string."""
+    if token[0] != "\\" or len(token) == 1:
+        char = token
+    elif len(token) > 2:
+        char = "\0" if token[1] == "c" else chr(int(token[2:], 16))
+    else:
+        char = "\0" if token[1] in "nrtfv0" else token[1]
+    return len(char) == 1 and (char in '"\\' or char < " ")

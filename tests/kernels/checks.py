@@ -35,6 +35,7 @@ from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, Sampl
 from nanollm.sampling_params import (
     BAD_PREFIX,
     FREQUENCY,
+    HAS_MASK,
     HAS_RULES,
     NUM_SLOTS,
     PRESENCE,
@@ -252,8 +253,9 @@ def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
     state.slots_R3S[:, 0] = torch.randn(state.slots_R3S[:, 0].shape).view(torch.int32).to(words)
     state.slots_R3S[:, 1:] = torch.randint(0, 12, state.slots_R3S[:, 1:].shape).to(words)
     state.slots_R3S[:, :, 0] = 0
+    state.masks_RW.copy_(torch.randint(-(2**31), 2**31, state.masks_RW.shape))
     for row in range(0, num_rows, 2):
-        state.params_RP[row, RULES] = HAS_RULES
+        state.params_RP[row, RULES] = HAS_RULES | (HAS_MASK if row % 4 == 0 else 0)
         values = torch.tensor([0.5 + row, 0.3, -0.7]).view(torch.int32).to(words)
         state.params_RP[row, [REPETITION, FREQUENCY, PRESENCE]] = values
 
