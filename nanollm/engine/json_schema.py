@@ -74,6 +74,28 @@ def prepare_schema(text: str) -> str:
     return json.dumps(_prepare(schema, schema, "the schema", 0))
 
 
+def check_form(schema: Any, at: str) -> None:
+    """ValueError for a type or pattern that no JSON schema has, at any depth: for schemas that models are only shown."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left.extend(part)
+        if not isinstance(part, dict):
+            continue
+        types = part.get("type")
+        if isinstance(types, str | list) and any(
+            kind not in _TYPES for kind in [types] * isinstance(types, str) or types
+        ):
+            raise ValueError(f"{at} has type {types!r:.100}: known are {', '.join(_TYPES)}")
+        if isinstance(pattern := part.get("pattern"), str):
+            try:
+                re.compile(re.sub(r"\\[pP]\{\^?\w*\}", "x", pattern).replace("(?<", "(?P<").replace("(?P<=", "(?<="))
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"{at} has pattern {pattern!r:.100}: {error}") from None
+        left.extend(value for name, value in part.items() if name not in ("const", "enum", "default", "examples"))
+
+
 def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
     if isinstance(schema, bool):
         return schema

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nanollm.engine.json_schema import check_form
 from nanollm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanollm.server.completions import LOWEST_LOGPROB
 from nanollm.server.errors import ApiError
@@ -128,6 +129,7 @@ def _tool_name(i: int, tool: Any) -> str:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":
         raise ApiError(400, f"tools[{i}].function.parameters must be a schema of type object, got {parameters!r:.200}")
+    check_form(parameters, f"tools[{i}].function.parameters")
     return name
 
 
