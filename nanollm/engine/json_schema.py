@@ -60,8 +60,10 @@ _FORMATS = (
 _TOKEN = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c[A-Za-z]|.)|\[\^?(?:\\.|[^\\\]])*\]|\(\?<?[=!]|.", re.DOTALL
 )
-_NOT_TEXT = r"\x7f\u07FF\uD800-\uDFFF\uFFFF"
-_BEYOND_ASCII = "\x7f-\U0010ffff"
+# Ranges of characters, both ends included.
+_SHORTHANDS = {"d": [(48, 57)], "w": [(48, 57), (65, 90), (95, 95), (97, 122)], "s": [(9, 13), (32, 32)]}
+_JSON_ASCII = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F)]  # what a JSON string may hold as it is
+_BEYOND_ASCII = [(0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
 _MAX_NUMBER = 2**53  # beyond, a float64 is not exact
 
 
@@ -75,7 +77,7 @@ def prepare_schema(text: str) -> str:
 
 
 def check_form(schema: Any, at: str) -> None:
-    """ValueError for a type or pattern that no JSON schema has, at any depth: for schemas that models are only shown."""
+    """ValueError for a type or pattern that no JSON schema has, at any depth; for schemas that are only shown."""
     left = [schema]
     while left:
         part = left.pop()
@@ -209,7 +211,7 @@ def _prepare_string(schema: dict[str, Any], at: str) -> None:
         low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
         if high != "" and high < low:
             raise ValueError(f"{at}.maxLength must be at least minLength {low}, got {high}")
-        schema["pattern"] = rf'^[^{_NOT_TEXT}"\\\x00-\x1f]{{{low},{high}}}$'
+        schema["pattern"] = prepare_regex(f"[^\n]{{{low},{high}}}", at, in_json=True)
 
 
 def _prepare_object(schema: dict[str, Any], at: str) -> None:
@@ -299,44 +301,88 @@ def _kinds(schema: dict[str, Any], values: list[Any] | None) -> set[str]:
 
 def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
     """The regex as xgrammar keeps to it, for texts that it matches as a whole. ValueError for what it would ignore,
-    anchors inside and lookaround, and in a JSON string for characters that must be escaped there, unless excluded.
+    anchors inside and lookaround, and in a JSON string for characters that have to be escaped there.
 
-    What excludes characters, `.` too, excludes half a surrogate pair as well, which xgrammar takes for a character, and
-    those at which UTF-8 gets longer: so it builds no range across, with encodings that aren't the shortest. \\D, \\W,
-    \\S, and what excludes \\d, \\w or \\s, is ASCII, since beyond it regex dialects differ.
+    Classes of characters are written out, since xgrammar's own complements are not always right.
     """
     tokens, depth, prepared = _TOKEN.findall(pattern), 0, []
     for i, token in enumerate(tokens):
-        excludes = token.startswith("[^")
         if token.startswith(("(?=", "(?!", "(?<")):
             raise ValueError(f"{at} has lookaround, which is not supported: {pattern!r:.100}")
-        if token in ("[]", "[^]"):
-            raise ValueError(f"{at} has an empty class: {pattern!r:.100}")
         if token in ("(", ")"):
             depth += 1 if token == "(" else -1
         is_first, is_last = (j in (-1, len(tokens)) or (depth == 0 and tokens[j] == "|") for j in (i - 1, i + 1))
         if (token == "^" and not is_first) or (token == "$" and not is_last):
             raise ValueError(f"{at} has {token} inside, which is not supported: {pattern!r:.100}")
-        parts = [] if excludes else _TOKEN.findall(token[1:-1]) if token.startswith("[") else [token]
-        if in_json and (escaped := [part for part in parts if _is_escaped_in_json(part)]):
-            raise ValueError(f"{at} has {escaped[0]}, which JSON escapes and so can't be matched: {pattern!r:.100}")
-        if excludes:
-            kept_out = _BEYOND_ASCII if re.search(r"\\[dws]", token) else _NOT_TEXT
-            token = f"[^{kept_out}{token[2:]}"
-        elif token == ".":
-            token = rf"[^{_NOT_TEXT}\n\r]"
-        elif token in (r"\D", r"\W", r"\S"):
-            token = f"[^{_BEYOND_ASCII}{token.lower()}]"
+        if token == ".":
+            token = r"[^\n\r]"
+        elif token[0] == "\\" and token[1:].lower() in _SHORTHANDS:
+            token = f"[{token}]"
+        if len(token) > 1 and token[0] == "[":
+            token = _written_out(token, at, in_json)
+        elif (
+            in_json and (code := _code(token)) is not None and not _overlap([(code, code)], _JSON_ASCII + _BEYOND_ASCII)
+        ):
+            raise ValueError(f"{at} has {token}, which JSON escapes and so can't be matched: {pattern!r:.100}")
         prepared.append(token)
     return "".join(prepared)
 
 
-def _is_escaped_in_json(token: str) -> bool:
-    """Whether it is a character, or an escape of one, that may not stand in a JSON string."""
+def _written_out(token: str, at: str, in_json: bool) -> str:
+    """A class as a choice of classes, each of characters with as many bytes of UTF-8.
+
+    With \\d, \\w or \\s in it it is of ASCII, since beyond that regex dialects differ.
+    """
+    is_negated = token[1] == "^"
+    parts, ranges, is_ascii = _TOKEN.findall(token[1 + is_negated : -1])[::-1], [], False
+    while parts:
+        part = parts.pop()
+        if (some := _SHORTHANDS.get(part[1:].lower())) and part[0] == "\\":
+            is_ascii = True
+            ranges += some if part[1].islower() else _others(some)
+            continue
+        low = high = _code(part)
+        if len(parts) > 1 and parts[-1] == "-":
+            parts.pop()
+            high = _code(parts.pop())
+        if low is None or high is None or high < low:
+            raise ValueError(f"{at} has a class that is not supported: {token!r:.100}")
+        ranges.append((low, high))
+    ranges = _others(ranges) if is_negated else _others(_others(ranges))
+    lengths = [_JSON_ASCII if in_json else [(0, 0x7F)]] + [[length] for length in _BEYOND_ASCII] * (not is_ascii)
+    classes = [
+        "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in found)
+        for length in lengths
+        if (found := _overlap(ranges, length))
+    ]
+    if not classes:
+        raise ValueError(f"{at} has a class without a character that may come: {token!r:.100}")
+    return "(?:" + "|".join(f"[{one}]" for one in classes) + ")"
+
+
+def _code(token: str) -> int | None:
+    """Of the character that it is, or is an escape of; None if it isn't one."""
     if token[0] != "\\" or len(token) == 1:
-        char = token
-    elif len(token) > 2:
-        char = "\0" if token[1] == "c" else chr(int(token[2:], 16))
-    else:
-        char = "\0" if token[1] in "nrtfv0" else token[1]
-    return len(char) == 1 and (char in '"\\' or char < " ")
+        return ord(token) if len(token) == 1 else None
+    if len(token) > 2:
+        return ord(token[2]) % 32 if token[1] == "c" else int(token[2:], 16)
+    return ord({"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}.get(token[1], token[1]))
+
+
+def _spelled(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else chr(code)
+
+
+def _others(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """All other characters, in order."""
+    found, start = [], 0
+    for low, high in [*sorted(ranges), (0x110000, 0x110000)]:
+        if low > start:
+            found.append((start, low - 1))
+        start = max(start, high + 1)
+    return found
+
+
+def _overlap(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    pairs = [(max(a, c), min(b, d)) for a, b in some for c, d in others]
+    return [(low, high) for low, high in pairs if low <= high]
