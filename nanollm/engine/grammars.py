@@ -23,6 +23,8 @@ COMPILE_SECONDS = 10.0  # after which a grammar is refused
 CACHE_BYTES = 256 << 20
 _THREADS = 4
 _MAX_WHITESPACE = 32  # characters in a row between parts of JSON, so that no model goes on with them forever
+# In xgrammar's own EBNF: what it takes for a character where a string has a length, and what is one in JSON.
+_ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\ud800-\udfff]"
 # Kinds of expression in a serialized grammar.
 _RULE, _SEQUENCE, _CHOICES, _REPEAT = 4, 5, 6, 8
 
@@ -164,9 +166,10 @@ def _parse(wanted: StructuredOutputsParams) -> Any:
     schema = '{"type": "object", "additionalProperties": true}' if wanted.json_object else wanted.json
     assert isinstance(schema, str)
     is_any = not wanted.disable_any_whitespace
-    return Parsed.from_json_schema(
+    parsed = Parsed.from_json_schema(
         prepare_schema(schema), any_whitespace=is_any, max_whitespace_cnt=_MAX_WHITESPACE if is_any else None
     )
+    return Parsed.from_ebnf(str(parsed).replace(_ANY_CHARACTER, _JSON_CHARACTER))
 
 
 def _can_end(grammar: dict[str, Any]) -> bool:

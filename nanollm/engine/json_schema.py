@@ -62,8 +62,9 @@ _TOKEN = re.compile(
 )
 # Ranges of characters, both ends included.
 _SHORTHANDS = {"d": [(48, 57)], "w": [(48, 57), (65, 90), (95, 95), (97, 122)], "s": [(9, 13), (32, 32)]}
-_JSON_ASCII = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F)]  # what a JSON string may hold as it is
-_BEYOND_ASCII = [(0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
+_JSON_ASCII = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E)]  # what a JSON string may hold as it is
+# Gaps where UTF-8 gets longer: xgrammar would let the longer forms of shorter ones into a range across.
+_BEYOND_ASCII = [(0x80, 0x7FE), (0x800, 0xD7FF), (0xE000, 0xFFFE), (0x10000, 0x10FFFF)]
 _MAX_NUMBER = 2**53  # beyond, a float64 is not exact
 
 
@@ -207,11 +208,8 @@ def _prepare_string(schema: dict[str, Any], at: str) -> None:
         schema["pattern"] = prepare_regex(pattern, f"{at}.pattern", in_json=True)
     if "format" in schema and schema["format"] not in _FORMATS:
         raise ValueError(f"{at}.format must be one of {', '.join(_FORMATS)}, got {schema['format']!r:.100}")
-    if has_length:  # of its own, xgrammar would let control characters in
-        low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
-        if high != "" and high < low:
-            raise ValueError(f"{at}.maxLength must be at least minLength {low}, got {high}")
-        schema["pattern"] = prepare_regex(f"[^\n]{{{low},{high}}}", at, in_json=True)
+    if schema.get("maxLength", 2**31) < schema.get("minLength", 0):
+        raise ValueError(f"{at}.maxLength must be at least minLength {schema['minLength']}, got {schema['maxLength']}")
 
 
 def _prepare_object(schema: dict[str, Any], at: str) -> None:
@@ -329,10 +327,7 @@ def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
 
 
 def _written_out(token: str, at: str, in_json: bool) -> str:
-    """A class as a choice of classes, each of characters with as many bytes of UTF-8.
-
-    With \\d, \\w or \\s in it it is of ASCII, since beyond that regex dialects differ.
-    """
+    """A class as ranges. With \\d, \\w or \\s in it it is of ASCII, since beyond that regex dialects differ."""
     is_negated = token[1] == "^"
     parts, ranges, is_ascii = _TOKEN.findall(token[1 + is_negated : -1])[::-1], [], False
     while parts:
@@ -349,15 +344,10 @@ def _written_out(token: str, at: str, in_json: bool) -> str:
             raise ValueError(f"{at} has a class that is not supported: {token!r:.100}")
         ranges.append((low, high))
     ranges = _others(ranges) if is_negated else _others(_others(ranges))
-    lengths = [_JSON_ASCII if in_json else [(0, 0x7F)]] + [[length] for length in _BEYOND_ASCII] * (not is_ascii)
-    classes = [
-        "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in found)
-        for length in lengths
-        if (found := _overlap(ranges, length))
-    ]
-    if not classes:
+    found = _overlap(ranges, (_JSON_ASCII if in_json else [(0, 0x7E)]) + _BEYOND_ASCII * (not is_ascii))
+    if not found:
         raise ValueError(f"{at} has a class without a character that may come: {token!r:.100}")
-    return "(?:" + "|".join(f"[{one}]" for one in classes) + ")"
+    return "[" + "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in found) + "]"
 
 
 def _code(token: str) -> int | None:

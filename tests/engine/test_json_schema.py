@@ -8,8 +8,9 @@ import jsonschema
 import pytest
 import xgrammar
 
-from nanollm.engine.grammars import _can_end
+from nanollm.engine.grammars import _can_end, _parse
 from nanollm.engine.json_schema import check_form, prepare_regex, prepare_schema
+from nanollm.sampling_params import StructuredOutputsParams
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 _COMPILER = xgrammar.GrammarCompiler(
@@ -26,8 +27,12 @@ def accepts(grammar: xgrammar.Grammar, text: bytes) -> bool:
     return matcher.accept_string(text) and matcher.is_completed()
 
 
+def parse(schema: dict[str, Any]) -> xgrammar.Grammar:
+    return _parse(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
+
+
 def accepted(schema: dict[str, Any], texts: list[str]) -> list[str]:
-    grammar = xgrammar.Grammar.from_json_schema(prepare_schema(json.dumps(schema)), any_whitespace=False)
+    grammar = parse(schema)
     return [text for text in texts if accepts(grammar, text.encode())]
 
 
@@ -142,7 +147,7 @@ BROKEN = [b"\xed\xa0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xc0\x80", b"
 @pytest.mark.parametrize("pattern", [r".", r"[^a]", r"[^\s]", r"[^\d_-]", r"\W", r"\D", r"\S", r"[^\\\]]"])
 def test_a_character_is_one_of_utf8_and_of_the_regex(pattern: str) -> None:
     grammar = xgrammar.Grammar.from_regex(prepare_regex(f"x{pattern}", "it"))
-    schema = xgrammar.Grammar.from_json_schema(prepare_schema(json.dumps({"type": "string", "pattern": pattern})))
+    schema = parse({"type": "string", "pattern": pattern})
     for char in [chr(i) for i in range(32, 127)] + ["é", "٣", "한", "😀", "\xa0"]:
         if accepts(grammar, f"x{char}".encode()):
             assert re.fullmatch(pattern, char)
