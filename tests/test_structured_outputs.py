@@ -198,12 +198,12 @@ def test_a_random_model_keeps_to_200_schemas(llm: LLM) -> None:
 
 
 def test_smollm2_keeps_to_schemas(smollm2_path: Path) -> None:
-    schemas = [PERSON, *SCHEMAS[::20]]
+    schemas = [PERSON, *SCHEMAS[::40]]
     prompts = [f"<|im_start|>user\nFill in {json.dumps(s)[:200]}<|im_end|>\n<|im_start|>assistant\n" for s in schemas]
-    params = [ask({"json": schema}, temperature=0.7, max_tokens=40) for schema in schemas]
+    params = [ask({"json": schema}, temperature=0.7, max_tokens=30) for schema in schemas]
     with LLM(str(smollm2_path), device=DEVICE, num_kv_blocks=256) as llm:
         completions = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        assert check_outputs(llm, schemas, completions) >= 5
+        assert check_outputs(llm, schemas, completions) >= 2
         # It would say more, and special tokens, whose text a string may hold, don't come in one.
         free = llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
         assert free.text != completions[0].text

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 10.0  # after which a grammar is refused
 CACHE_BYTES = 256 << 20
 _THREADS = 4
-_MAX_WHITESPACE = 32  # characters in a row between parts of JSON, so that no model goes on with them forever
-# In xgrammar's own EBNF: what it takes for a character where a string has a length, and what is one in JSON.
-_ANY_CHARACTER, _JSON_CHARACTER = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\ud800-\udfff]"
-# Kinds of expression in a serialized grammar.
-_RULE, _SEQUENCE, _CHOICES, _REPEAT = 4, 5, 6, 8
+# Kinds of expression in a serialized grammar, as xgrammar 0.2.9 has it: kind, number of words, words.
+_CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
+# What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
+_ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
+_JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
 
 
 class Grammar:
@@ -68,6 +68,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="nanollm-grammar")
         self._lock, self._start_lock = threading.Lock(), threading.Lock()
         self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._masks = np.empty((0, 0), np.int32)
         self._compiler: Any = None
         self._filler: Any = None
 
@@ -88,8 +89,14 @@ class Grammars:
         return xgrammar.GrammarMatcher(grammar.result())
 
     def masks(self, matchers: list[Any]) -> NDArray[np.int32]:
-        """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come. None allows all."""
-        masks = np.full((len(matchers), -(-self._vocab_size // 32)), -1, np.int32)
+        """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come. None allows all.
+
+        It is good until the next call.
+        """
+        if len(self._masks) < len(matchers):  # memory that is new takes longer to write to
+            self._masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        masks = self._masks[: len(matchers)]
+        masks[[matcher is None for matcher in matchers]] = -1
         if index := [i for i, matcher in enumerate(matchers) if matcher is not None]:
             self._filler.batch_fill_next_token_bitmask([matchers[i] for i in index], masks, index)
         return masks
@@ -165,11 +172,13 @@ def _parse(wanted: StructuredOutputsParams) -> Any:
         return Parsed.from_ebnf(f"root ::= {choices}")
     schema = '{"type": "object", "additionalProperties": true}' if wanted.json_object else wanted.json
     assert isinstance(schema, str)
-    is_any = not wanted.disable_any_whitespace
-    parsed = Parsed.from_json_schema(
-        prepare_schema(schema), any_whitespace=is_any, max_whitespace_cnt=_MAX_WHITESPACE if is_any else None
-    )
-    return Parsed.from_ebnf(str(parsed).replace(_ANY_CHARACTER, _JSON_CHARACTER))
+    parsed = Parsed.from_json_schema(prepare_schema(schema), any_whitespace=not wanted.disable_any_whitespace)
+    described = json.loads(parsed.serialize_json())
+    data = described["grammar_expr_data"]
+    for start in described["grammar_expr_indptr"][:-1]:
+        if data[start : start + len(_ANY_CHARACTER)] == _ANY_CHARACTER:
+            data[start : start + len(_ANY_CHARACTER)] = _JSON_CHARACTER
+    return Parsed.deserialize_json(json.dumps(described))
 
 
 def _can_end(grammar: dict[str, Any]) -> bool:
