@@ -320,6 +320,11 @@ class NewTokens:
     slots_B: Tensor
 
 
+def starts_from_qkv(num_rows: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether decode_attention_from_qkv is the better way: where time is launches, not where it is reading the cache."""
+    return num_rows * num_kv_heads <= 4 * gpu(device).num_sms
+
+
 @functools.cache
 def _arrived(device: torch.device, size: int) -> Tensor:
     """Zeros, which every launch leaves as zeros. One for all launches: they follow one another in one stream."""

@@ -17,6 +17,7 @@ from nanollm.kernels.decode_attention import (
     decode_attention,
     decode_attention_from_qkv,
     decode_attention_reference,
+    starts_from_qkv,
 )
 from nanollm.kernels.flash_attention import find_flash
 from nanollm.kernels.prefill_attention import prefill_attention, prefill_attention_reference
@@ -68,7 +69,11 @@ class Attention(nn.Module):
         q_norm_H = None if self.q_norm is None else self.q_norm.weight
         k_norm_H = None if self.k_norm is None else self.k_norm.weight
         caches = self.k_cache, self.v_cache
-        if batch.query_starts_B1 is None and self.backend.decode is decode_attention:  # all decode, by our kernel
+        if (
+            batch.query_starts_B1 is None
+            and self.backend.decode is decode_attention
+            and starts_from_qkv(len(batch.positions_T), self.num_kv_heads, self.k_cache.device)
+        ):
             tokens = NewTokens(q_norm_H, k_norm_H, self.eps, rope_PH, batch.positions_T, batch.slots_T)
             out_TNH = decode_attention_from_qkv(qkv_TX, tokens, *caches, batch.block_tables_BM, batch.context_lens_B)
             return self.o_proj(out_TNH.flatten(1), residual_TD)

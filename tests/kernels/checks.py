@@ -152,7 +152,7 @@ def check_decode_attention_from_qkv(
         for row, context in enumerate(context_lens):
             if context:
                 expected = attention_oracle(q_BNH[row : row + 1], *expected_caches, tables_BM[row], context)
-                assert_close(out_BNH[row : row + 1], expected, TOLERANCE[dtype])
+                assert_close(out_BNH[row : row + 1], expected, 2 * TOLERANCE[dtype])  # q and k are rounded too
             else:
                 assert not out_BNH[row].any()
 
