@@ -15,10 +15,12 @@ cpu_torch=2.13.0
 usage() {
   cat <<'END'
 ./launch.sh generate ["prompt" ...] [flags]   generate text; --help lists the flags
+./launch.sh chat [model] [flags]              talk to a model in the terminal
 ./launch.sh serve [model] [flags]             serve a model over HTTP; --help lists the flags
 ./launch.sh test [pytest arguments]           all checks and tests, or only the tests named
 ./launch.sh torchrun N script [arguments]     run a script on N processes
-./launch.sh bench NAME [arguments]            run bench/NAME.py
+./launch.sh bench [NAME] [arguments]          run bench/NAME.py; without a name, list them
+./launch.sh env                               print what a bug report needs
 ./launch.sh help                              this text
 
 The first run installs everything into .venv beside this script; NANOLLM_VENV names another folder.
@@ -124,10 +126,19 @@ fetch_qwen3_tokenizer() {
   rm -rf "$download"
 }
 
+# A client of the server, which tests run. It names many libraries for tasks that they don't: 300 MB instead of 800.
+add_lm_eval() {
+  "$python" -c 'import lm_eval' 2>/dev/null && return
+  progress "installing lm-eval"
+  pip_install -e "$root[eval]"
+  pip_install --no-deps lm_eval
+}
+
 run_tests() {
   fetch_qwen3_tokenizer
   cd "$root"
   if (($#)); then exec "$python" -m pytest "$@"; fi
+  add_lm_eval
   "$python" -m ruff format --check .
   "$python" -m ruff check .
   "$python" -m mypy
@@ -138,7 +149,7 @@ run_tests() {
 command=${1:-help}
 shift || true
 case $command in
-  generate | serve)
+  generate | chat | serve | bench | env)
     setup
     exec "$python" -m nanollm.cli "$command" "$@"
     ;;
@@ -150,11 +161,6 @@ case $command in
     (($# >= 2)) || die "torchrun needs a number of processes and a script: ./launch.sh torchrun 2 examples/torchrun.py."
     setup
     exec "$python" -m torch.distributed.run --nproc_per_node "$@"
-    ;;
-  bench)
-    [[ -n ${1:-} && -f $root/bench/$1.py ]] || die "There is no benchmark '${1:-}': name a file of bench/ without its .py."
-    setup
-    exec "$python" "$root/bench/$1.py" "${@:2}"
     ;;
   help | -h | --help) usage ;;
   *) die "There is no command '$command': ./launch.sh help lists the commands." ;;

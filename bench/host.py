@@ -2,9 +2,10 @@
 
     python bench/host.py --batch 1 256 --json host.json
 
-The engine runs as it does for `generate`, with random token ids in place of a model. Phases: schedule (which rows,
-which blocks, the plan), launch (the plan as the words that go to the device; without the launches themselves), update
-(append, finish, free), text (outputs; without a tokenizer, so ids only). Medians of --steps steps.
+The engine runs as it does for `generate_stream`, with tokens of this project's README in place of a model. Phases:
+schedule (which rows, which blocks, the plan), launch (the plan as the words that go to the device; without the launches
+themselves), update (append, finish, free): all of that is between two launches. Then text, an output for every row, for
+which no launch waits. Medians of --steps steps.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from nanollm import SamplingParams, __version__
+from nanollm.cli import default_model
 from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.engine.engine_core import EngineCore
@@ -27,8 +29,10 @@ from nanollm.runtime.cuda_graphs import DecodeSteps, _Graphs
 from nanollm.runtime.rows import RowState
 from nanollm.runtime.step_plan import StepPlan, StepResult
 from nanollm.text.output_processor import OutputProcessor
+from nanollm.text.tokenizer import load_tokenizer
 
-PHASES = ("schedule", "launch", "update", "text")
+PHASES = ("schedule", "launch", "update")
+README = Path(__file__).parents[1] / "README.md"
 PROMPT_LEN, BLOCK_SIZE = 512, 64
 
 
@@ -40,9 +44,10 @@ class Replayed:
 
 
 class FakeExecutor:
-    """Takes plans as far as a GPU's launch, and gives random tokens."""
+    """Takes plans as far as a GPU's launch, and gives random ones of these tokens."""
 
-    def __init__(self, batch: int, max_model_len: int) -> None:
+    def __init__(self, batch: int, max_model_len: int, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
         self.num_kv_blocks = batch * -(-max_model_len // BLOCK_SIZE) + 16
         self.max_model_len = max_model_len
         self._pending: deque[int] = deque()
@@ -51,7 +56,7 @@ class FakeExecutor:
         model: Any = torch.nn.Module()
         model.lm_head = head
         self.rows = RowState(batch, -(-(max_model_len + 1) // BLOCK_SIZE), BLOCK_SIZE, range(256), cpu)
-        sampler = Sampler(self.rows.sampler, self.rows.state.last_token_R, 0, TPGroup(), "raw_logprobs")
+        sampler = Sampler(self.rows.sampler, self.rows.state.last_token_R, range(256), TPGroup(), "raw_logprobs")
         self.decode = DecodeSteps(model, self.rows, sampler, batch, [batch])
         sampling = (Replayed(), torch.zeros(batch, dtype=torch.int64))
         self.decode._graphs[batch] = _Graphs(Replayed(), {Filters.NONE: sampling})  # type: ignore[arg-type, dict-item]
@@ -65,25 +70,25 @@ class FakeExecutor:
         self._pending.append(len(plan.sampled_rows_S))
 
     def collect(self) -> StepResult:
-        return StepResult([random.randrange(256) for _ in range(self._pending.popleft())])
+        return StepResult(random.choices(self._token_ids, k=self._pending.popleft()))
 
     def discard(self) -> None:
         self._pending.clear()
 
 
-def measure(batch: int, steps: int) -> dict[str, float]:
-    """Microseconds of each phase in a steady decode step, and of all together."""
+def measure(batch: int, steps: int, tokenizer: Any) -> dict[str, float]:
+    """Microseconds of each phase in a steady decode step, of all together, and of text."""
     max_model_len = PROMPT_LEN + steps + 64
     model_config = ModelConfig.from_hf(NAMED_SHAPES["qwen3-0.6b"])
     config = EngineConfig("qwen3-0.6b", max_num_seqs=batch, block_size=BLOCK_SIZE, max_model_len=max_model_len)
-    executor = FakeExecutor(batch, max_model_len)
+    executor = FakeExecutor(batch, max_model_len, tokenizer.encode(README.read_text()))
     engine = EngineCore(config, model_config, executor, overlap=True)
-    processor = OutputProcessor(None)
+    processor = OutputProcessor(tokenizer)
     params = SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True)
     for _ in range(batch):
         seq = engine.make_sequence([random.randrange(10_000) for _ in range(PROMPT_LEN)], params)
         engine.add(seq)
-        processor.add(seq.request_id, str(seq.request_id), None, seq.token_ids.tolist(), params, stream=False)
+        processor.add(seq.request_id, str(seq.request_id), None, seq.token_ids.tolist(), params)
     spent: dict[str, float] = defaultdict(float)
 
     def timed(owner: Any, name: str, phase: str) -> None:
@@ -108,24 +113,25 @@ def measure(batch: int, steps: int) -> dict[str, float]:
     for _ in range(steps // 2):
         spent.clear()
         processor.process(engine.step())
-        samples.append(dict(spent))
-    row = {phase: statistics.median(sample[phase] for sample in samples) * 1e6 for phase in PHASES}
-    return row | {"all": statistics.median(sum(sample.values()) for sample in samples) * 1e6}
+        samples.append(spent | {"all": sum(spent[phase] for phase in PHASES)})
+    return {name: statistics.median(sample[name] for sample in samples) * 1e6 for name in (*PHASES, "all", "text")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tokenizer", metavar="MODEL", help="whose text it is (default: SmolLM2's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     args = parser.parse_args()
     random.seed(0)
     torch.set_num_threads(1)
-    rows = {batch: measure(batch, args.steps) for batch in args.batch}
+    tokenizer = load_tokenizer(args.tokenizer or default_model())
+    rows = {batch: measure(batch, args.steps, tokenizer) for batch in args.batch}
     print("microseconds a decode step")
-    print(f"{'batch':>5} " + " ".join(f"{phase:>9}" for phase in (*PHASES, "all")))
+    print(f"{'batch':>5} " + " ".join(f"{phase:>9}" for phase in (*PHASES, "all", "text")))
     for batch, row in rows.items():
-        print(f"{batch:5} " + " ".join(f"{row[phase]:9.1f}" for phase in (*PHASES, "all")))
+        print(f"{batch:5} " + " ".join(f"{row[phase]:9.1f}" for phase in (*PHASES, "all", "text")))
     if args.json:
         args.json.write_text(json.dumps({"nanollm": __version__, "microseconds": rows}, indent=2) + "\n")
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
-from nanollm.kernels.draw import draw
+from nanollm.kernels.draw import _draw_triton, draw
 from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
@@ -331,14 +331,19 @@ class Sampling:
                 dtype = torch.int32 if column in (TOP_K, RULES) else torch.float32
                 self.state.params_RP[row, column] = torch.tensor(value, dtype=dtype).view(torch.int32).cuda()
 
-    def ours(self, stats: dict[str, int] | None = None, filters: dict[str, int] | None = None) -> Call:
+    def ours(
+        self,
+        stats: dict[str, int] | None = None,
+        filters: dict[str, int] | None = None,
+        drawing: dict[str, int] | None = None,
+    ) -> Call:
         """Filters and the draw; with options of their launches."""
 
         def call(i: int) -> Tensor:
             rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
             found = _tile_stats_triton(rows, **(stats or {}))
             limit = _threshold_triton(rows, *found, **(filters or {})) if self.has_filters else None
-            return draw(rows, *found, limit)[1]
+            return _draw_triton(rows, *found, limit, **(drawing or {}))[1]
 
         return call
 
@@ -423,6 +428,7 @@ def sampling_variants() -> Iterator[Case]:
     launches = itertools.product([8, 16, 32], [2, 4, 8])
     inputs = Sampling(256, "temperature")
     calls = {f"t{t} w{w}": inputs.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
+    calls |= {f"draw w{w}": inputs.ours(drawing={"num_warps": w}) for w in (4, 16)}
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         inputs_ = Sampling(256, name)

@@ -97,7 +97,7 @@ class Steps:
         vocab = range(len(model.lm_head.weight))
         self.rows = RowState(NUM_ROWS, -(-(MAX_MODEL_LEN + 1) // BLOCK_SIZE), BLOCK_SIZE, vocab, device)
         last_token_R = self.rows.state.last_token_R
-        sampling = sampler.Sampler(self.rows.sampler, last_token_R, 0, TPGroup(), "raw_logprobs")
+        sampling = sampler.Sampler(self.rows.sampler, last_token_R, vocab, TPGroup(), "raw_logprobs")
         self.decode = DecodeSteps(model, self.rows, sampling, NUM_ROWS, sizes=[])
         self.mixed = MixedSteps(model, self.rows, sampling, NUM_ROWS, max_padded=0, capture=False)
 

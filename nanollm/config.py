@@ -228,7 +228,7 @@ class EngineConfig:
     seed: of requests that bring no seed of their own, and of dummy weights.
     load_format: "auto" (safetensors or GGUF by what is there) or "dummy" (seeded random weights).
     max_model_len: most tokens of prompt plus output; None takes the model's own.
-    max_num_seqs: most sequences running at once.
+    max_num_seqs: most sequences running at once; of those with penalties, biases or bans, 1024 at most.
     max_num_batched_tokens: most tokens computed in one step.
     block_size: tokens a KV block; a power of two. None takes the default: 64 on GPUs, 16 on the CPU.
     num_kv_blocks, kv_cache_memory_bytes: KV cache size, exactly; else gpu_memory_utilization × the GPU's memory
@@ -289,6 +289,10 @@ class EngineConfig:
         """Most sequences running: each decodes one token in every step, so no more than a step has tokens."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
+    @property
+    def gives_kv_cache_size(self) -> bool:
+        return self.num_kv_blocks is not None or self.kv_cache_memory_bytes is not None
+
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "revision"):
             value = getattr(self, name)
@@ -296,15 +300,14 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a non-empty string, got {value!r}")
         for name, choices in (
             ("dtype", DTYPES),
+            ("device", ("auto", "cpu", "cuda")),
             ("load_format", ("auto", "dummy")),
             ("logprobs_mode", LOGPROBS_MODES),
             ("generation_config", ("auto", "vllm")),
             ("attention_backend", ("auto", "triton", "flash", "torch")),
         ):
-            if getattr(self, name) not in choices:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {self.device!r}")
         for name, low, high in (
             ("seed", -(2**63), 2**63 - 1),
             ("max_num_seqs", 1, 65536),

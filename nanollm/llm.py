@@ -1,14 +1,16 @@
 """LLM: the offline API. Text or token ids in, RequestOutputs out."""
 
+import gc
 import hashlib
 import logging
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from tqdm import tqdm
 
@@ -24,7 +26,7 @@ from nanollm.runtime.ranks import EngineDeadError, check_ranks, follow_torchrun,
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
-from nanollm.text.prompts import Prompt, default_params, need_tokenizer, prepare_prompt
+from nanollm.text.prompts import BYTES, Prompt, default_params, need_tokenizer, prepare_prompt
 from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanollm")
+
+# One for all prompts, one for each, or the model's defaults.
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, ModelSource, torch.device]":
@@ -73,6 +78,14 @@ class _Request:
     sequences: list[EngineSequence]  # the n continuations
     prompt: str | None
 
+    def await_grammar(self, index: int) -> None:
+        """Return once it is compiled, if there is one; nobody is held up who runs steps. ValueError if it is bad."""
+        try:
+            if (grammar := self.sequences[0].grammar) is not None:
+                grammar.result()
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+
 
 class LLM:
     """A model ready to generate. Keyword arguments are EngineConfig's fields.
@@ -99,63 +112,82 @@ class LLM:
             self._engine = FollowerCore(self.config, source.config, self._executor, grammars)
         else:
             self._executor, self._engine = start_engine(self.config, source, device, grammars)
+        self.max_model_len = self._engine.scheduler.max_model_len
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
         self._depth = 0  # of nested uses of the engine, in the thread that has the lock
         self._mailboxes: dict[int, deque[RequestOutput | EngineOutput | BaseException]] = {}
         self._abandoned: deque[int] = deque()  # requests whose caller went away
 
+    @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+        self, prompts: Iterator[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
+    ) -> Iterator[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self, prompts: Any, sampling_params: Params = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Generate for every prompt; returns the outputs in the order of the prompts.
 
         prompts: one or a list of: a string, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...]}, these
             with an optional "cache_salt" (prompts share cached prefixes only within one salt).
         sampling_params: one for all, or one per prompt; None takes get_default_sampling_params().
         Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
+
+        If prompts is an iterator, such as a generator or a file's lines, so is what is returned. Prompts are taken from
+        it as there is room for them, so that it may be endless; a bad one raises when its turn comes.
         """
+        if isinstance(prompts, Iterator):
+            run = self._run(self._take(prompts, sampling_params), stream=False, lazily=True)
+            return _in_order(run, None, use_tqdm)
         return self._generate(lambda: prompts, sampling_params, use_tqdm)
 
     def _generate(
-        self,
-        make_prompts: Callable[[], Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        self, make_prompts: Callable[[], Any], sampling_params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
         requests = self._prepare_on_all_ranks(make_prompts, sampling_params)
-        outputs: dict[int, RequestOutput] = {}
-        with tqdm(
-            total=len(requests), desc="generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
-            num_tokens = 0
-            for index, output in self._run(requests, stream=False):
-                outputs[index] = output
-                num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                bar.update()
-                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
-        return [outputs[index] for index in range(len(requests))]
+        return list(_in_order(self._run(iter(requests), stream=False), len(requests), use_tqdm))
+
+    def _take(self, prompts: Iterator[Prompt], sampling_params: Params) -> Iterator[_Request]:
+        """Requests of prompts as they come, and of as many sampling_params unless they are one for all."""
+        if torchrun_world() is not None:
+            raise ValueError("prompts can't be an iterator under torchrun, where ranks compare them first: give a list")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = sampling_params or self.get_default_sampling_params()
+            pairs: Iterator[Any] = ((prompt, params) for prompt in prompts)
+        else:
+            pairs = zip(prompts, sampling_params, strict=True)
+
+        def prepare(index: int, prompt: Prompt, params: SamplingParams) -> _Request:
+            with self._lock:
+                request = self._prepare_one(prompt, params, index, False)
+            request.await_grammar(index)
+            return request
+
+        return (prepare(index, *pair) for index, pair in enumerate(pairs))
 
     def generate_stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        self, prompts: Prompt | Sequence[Prompt] | Iterator[Prompt], sampling_params: Params = None
     ) -> Iterator[RequestOutput]:
         """Yield each request's output so far whenever it grew; request_id is the prompt's index, as a string.
 
-        Text and token_ids are cumulative. Closing the iterator early aborts what is left. Raises as generate does.
+        Text and token_ids are cumulative. Closing the iterator early aborts what is left. Takes prompts and raises as
+        generate does.
         """
+        if isinstance(prompts, Iterator):
+            return _outputs(self._run(self._take(prompts, sampling_params), stream=True, lazily=True))
         requests = self._prepare_on_all_ranks(lambda: prompts, sampling_params)
-        return _outputs(self._run(requests, stream=True))
+        return _outputs(self._run(iter(requests), stream=True))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         use_tqdm: bool = True,
         **template_kwargs: Any,
@@ -204,7 +236,7 @@ class LLM:
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         requests = self._prepare(prompts, params, all_logits=True)
         logits: dict[int, torch.Tensor] = {}
-        for index, output in self._run(requests, stream=None):
+        for index, output in self._run(iter(requests), stream=None):
             logits[index] = torch.cat(output.logits)
         return [logits[index] for index in range(len(requests))]
 
@@ -245,16 +277,12 @@ class LLM:
         self.close()
 
     def _prepare(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        all_logits: bool = False,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params, *, all_logits: bool = False
     ) -> list[_Request]:
         """Tokenize and validate everything before anything is queued, so that a bad prompt loses nothing else."""
         many: Any = prompts
-        if isinstance(prompts, bytes) or (not isinstance(prompts, (str, Mapping, Sequence)) and not _is_array(prompts)):
-            raise ValueError(f"prompts must be one prompt or a list of them, got {prompts!r}")
+        if isinstance(prompts, BYTES) or (not isinstance(prompts, (str, Mapping, Sequence)) and not _is_array(prompts)):
+            raise ValueError(f"prompts must be one prompt, or a list or an iterator of them, got {prompts!r}")
         if isinstance(prompts, (str, Mapping)) or (len(prompts) and not _is_prompt(prompts[0])):
             many = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -271,16 +299,10 @@ class LLM:
                 for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
             ]
         for index, request in enumerate(requests):
-            if (grammar := request.sequences[0].grammar) is not None:
-                try:
-                    grammar.result()
-                except ValueError as error:
-                    raise ValueError(f"prompt {index}: {error}") from None
+            request.await_grammar(index)
         return requests
 
-    def _prepare_on_all_ranks(
-        self, make_prompts: Callable[[], Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[_Request]:
+    def _prepare_on_all_ranks(self, make_prompts: Callable[[], Any], sampling_params: Params) -> list[_Request]:
         """_prepare, and under torchrun make sure that every rank was given the same; if one raises, all do."""
         requests: list[_Request] = []
         error: Exception | None = None
@@ -318,51 +340,74 @@ class LLM:
             raise ValueError(f"prompt {index}: {error}") from None
         return _Request(sequences, prepared.text)
 
-    def _run(self, requests: list[_Request], *, stream: bool | None) -> Generator[tuple[int, Any], None, None]:
+    def _run(
+        self, requests: Iterator[_Request], *, stream: bool | None, lazily: bool = False
+    ) -> Generator[tuple[int, Any], None, None]:
         """Queue the requests and yield (index, output) as they progress; stream None yields EngineOutputs at the end.
 
+        lazily: take a request when there is room for it: two for each row, and 16 from the oldest one that is not
+        finished, so that outputs which wait for that one don't pile up. An error of `requests` is raised after that.
         However this generator ends, its requests are out of the engine afterwards.
         """
         mailbox: deque[RequestOutput | EngineOutput | BaseException] = deque()
-        index_of: dict[int, int] = {}
+        unfinished: dict[int, _Request] = {}  # by index, the oldest first
+        index_of: dict[int, int] = {}  # by the ids of their sequences
+        room, span = (factor * self.config.num_rows if lazily else sys.maxsize for factor in (2, 16))
+        num_taken, has_more = 0, True
+        error: Exception | None = None
+        gc.freeze()  # a collection then doesn't go through all there was before, which would hold steps up by 0.15 s
         try:
-            with self._exclusive():
-                for index, request in enumerate(requests):
-                    for seq in request.sequences:
-                        index_of[seq.request_id] = index
-                        self._mailboxes[seq.request_id] = mailbox
-                        self._engine.add(seq)
-                    first = request.sequences[0]
-                    if stream is not None:
-                        self._processor.add(
-                            first.request_id,
-                            str(first.request_id),
-                            request.prompt,
-                            first.token_ids.tolist(),
-                            first.params,
-                            first.metrics,
-                            stream=stream,
-                        )
-            left = len(requests)
-            while left:
+            while unfinished or has_more:
+                while has_more and len(unfinished) < room and num_taken - next(iter(unfinished), num_taken) < span:
+                    try:
+                        request = next(requests, None)
+                    except Exception as problem:
+                        request, error = None, problem
+                    if has_more := request is not None:
+                        unfinished[num_taken] = request
+                        index_of |= dict.fromkeys((seq.request_id for seq in request.sequences), num_taken)
+                        self._queue(request, mailbox, stream)
+                        num_taken += 1
                 with self._exclusive():
-                    if not mailbox:
+                    if unfinished and not mailbox:
                         self._pump()
                 while mailbox:
                     output = mailbox.popleft()
                     if isinstance(output, BaseException):
                         raise output
                     index = index_of[int(output.request_id)]
+                    if isinstance(output, EngineOutput) or output.finished:
+                        ids = [seq.request_id for seq in unfinished.pop(index).sequences]
+                        self._abandoned.extend(ids)
+                        for request_id in ids:
+                            del index_of[request_id]
                     if isinstance(output, RequestOutput):
                         output.request_id = str(index)
-                        left -= output.finished
-                    else:
-                        left -= 1
                     yield index, output
+            if error is not None:
+                raise error
         finally:
+            gc.unfreeze()
             self._abandoned.extend(index_of)
             with self._exclusive():
                 pass
+
+    def _queue(self, request: _Request, mailbox: deque[Any], stream: bool | None) -> None:
+        first = request.sequences[0]
+        with self._exclusive():
+            for seq in request.sequences:
+                self._mailboxes[seq.request_id] = mailbox
+                self._engine.add(seq)
+            if stream is not None:
+                self._processor.add(
+                    first.request_id,
+                    str(first.request_id),
+                    request.prompt,
+                    first.token_ids.tolist(),
+                    first.params,
+                    first.metrics,
+                    stream=stream,
+                )
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -394,6 +439,7 @@ class LLM:
             executor = self._executor
             with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
                 outputs = self._engine.step()
+                self._engine.launch_ahead()
                 if isinstance(executor, Executor) and executor.has_followers:
                     executor.send_outputs(pack_outputs(outputs))
                 results, aborts = self._processor.process(outputs)
@@ -413,6 +459,26 @@ class LLM:
             mailbox.append(error)
 
 
+def _in_order(
+    run: Generator[tuple[int, RequestOutput], None, None], total: int | None, use_tqdm: bool
+) -> Iterator[RequestOutput]:
+    """The finished outputs by index, under a bar; closing this closes the run too. total: None if it isn't known."""
+    early: dict[int, RequestOutput] = {}  # that wait for those before them
+    num_given = num_tokens = 0
+    with (
+        closing(run),
+        tqdm(total=total, desc="generating", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar,
+    ):
+        for index, output in run:
+            num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            bar.update()
+            bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
+            early[index] = output
+            while num_given in early:
+                yield early.pop(num_given)
+                num_given += 1
+
+
 def _outputs(run: Generator[tuple[int, RequestOutput], None, None]) -> Iterator[RequestOutput]:
     """The outputs alone; closing this closes the run too."""
     with closing(run):
@@ -422,7 +488,7 @@ def _outputs(run: Generator[tuple[int, RequestOutput], None, None]) -> Iterator[
 
 def _is_prompt(value: object) -> bool:
     """Whether a list's first element is a prompt itself, rather than a token id of the one prompt."""
-    return _is_array(value) or isinstance(value, (str, Mapping, Sequence))
+    return _is_array(value) or isinstance(value, (str, Mapping, Sequence, *BYTES))
 
 
 def _is_array(value: object) -> bool:

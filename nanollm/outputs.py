@@ -33,7 +33,7 @@ class RequestMetrics:
         return (self.finished_time - self.first_token_time) / (self.num_tokens - 1)
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """A token's log probability and rank (1 is the likeliest), and the likeliest tokens: ids, log probabilities."""
 
     logprob: float
@@ -42,7 +42,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class EngineOutput(msgspec.Struct, array_like=True):
+class EngineOutput(msgspec.Struct, array_like=True, gc=False):
     """What one step brought one request: token ids only, the text side turns them into text.
 
     It may cross processes as msgpack.
@@ -77,9 +77,11 @@ def unpack_outputs(packed: bytes | bytearray) -> list[EngineOutput]:
     return msgspec.msgpack.decode(packed, type=list[EngineOutput])
 
 
-@dataclass
-class Logprob:
-    """A token's log probability, its rank among all tokens (1 is the likeliest) and its text. Names are vLLM's."""
+class Logprob(msgspec.Struct, gc=False):
+    """A token's log probability, its rank among all tokens (1 is the likeliest) and its text. Names are vLLM's.
+
+    There may be millions; garbage collection, which would take tenths of a second, needn't look at them.
+    """
 
     logprob: float
     rank: int | None = None

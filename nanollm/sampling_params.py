@@ -33,6 +33,7 @@ NUM_PARAMS = 11
 HAS_RULES, HAS_BAD_WORDS, HAS_MASK = 1, 2, 4
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
 NUM_SLOTS, NO_SLOT, BANNED_SLOT, FIRST_SLOT = 1024, 0, 1, 2
+MAX_RULED_ROWS = 1024  # rows that run with rules at once; a row's take 4 bytes for each id of the vocabulary
 MAX_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens; most tokens before the last of one
 MAX_GRAMMAR_CHARS = 65536
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanollm.cli import AnswerPrinter, main, timing_line
+from nanollm.cli import main
+from nanollm.commands.generate import AnswerPrinter, timing_line
 from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 

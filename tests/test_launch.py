@@ -63,9 +63,9 @@ class Machine:
         (self.bin / name).write_text(script)
         (self.bin / name).chmod(0o755)
 
-    def start(self, **variables: str) -> "subprocess.Popen[str]":
+    def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [self.root / "launch.sh", "generate", "two words"],
+            [self.root / "launch.sh", *(arguments or ("generate", "two words"))],
             env={"PATH": str(self.bin), "CALLS": str(self.calls), **variables},
             text=True,
             stdout=subprocess.PIPE,
@@ -122,6 +122,12 @@ def test_second_launch_installs_nothing(machine: Machine) -> None:
     assert machine.new_calls() == [*CPU_INSTALL, RUN]
     assert machine.launch() == (0, "")
     assert machine.new_calls() == [RUN]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench", "env"])
+def test_commands_are_passed_on(machine: Machine, command: str) -> None:
+    assert machine.start(command, "--flag", "two words").wait(60) == 0
+    assert machine.new_calls()[-1] == f"run -m nanollm.cli {command} --flag two words"
 
 
 def test_install_that_failed_is_done_again(machine: Machine) -> None:

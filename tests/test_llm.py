@@ -1,7 +1,9 @@
 """The offline API at its edges: inputs, errors, streaming, threads, closing."""
 
 import asyncio
+import itertools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -195,6 +197,25 @@ def test_after_an_exception_in_a_step_the_engine_is_empty_and_right(
         assert [o.outputs[0].token_ids for o in outputs] == [model.greedy(p, 8) for p in prompts[::-1]]
 
 
+@pytest.mark.parametrize(("overlap", "order"), [(True, "wait launch text"), (False, "launch wait text")])
+def test_no_launch_waits_for_the_text_of_earlier_tokens(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, order: str
+) -> None:
+    with tiny("qwen3").llm(overlap=overlap) as llm:
+        events: list[str] = []
+
+        def note(owner: Any, name: str, event: str) -> None:
+            method = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args: events.append(event) or method(*args))
+
+        note(llm._executor, "submit", "launch")
+        note(llm._executor, "collect", "wait")
+        note(llm._processor, "process", "text")
+        list(llm.generate_stream([random_prompt(9)], GREEDY))
+    steps = " ".join(events).split(" text")[1:-3]  # at the end there is nothing to launch
+    assert [step.strip() + " text" for step in steps] == [order] * 5
+
+
 def test_inside_a_running_event_loop(llm: LLM) -> None:
     async def main() -> Any:
         return llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
@@ -246,15 +267,25 @@ def test_prompts_share_a_cached_prefix_within_one_salt_only(llm: LLM) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer from 1 to 65536, got 0"),
         ({"block_size": 24}, "block_size must be a power of two"),
         ({"dtype": "int8"}, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
-        ({"device": "tpu"}, "device must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"num_kv_blocks": 5, "kv_cache_memory_bytes": 2**20}, "give one of them"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a finite number from 0.01 to 1, got 1.5"),
         ({"kv_cache_memory_bytes": 5, "num_kv_blocks": None}, "no room for the KV cache"),
+        ({"kv_cache_memory_bytes": 2**50, "num_kv_blocks": None}, "1125899906842624 takes 1048576.0 GiB on each rank"),
+        ({"num_kv_blocks": 2**31 - 1}, "num_kv_blocks 2147483647 takes 32768.0 GiB on each rank, and there are"),
+        ({"num_kv_blocks": 2**31}, "num_kv_blocks must be an integer from 1 to 2147483647"),
     ],
 )
 def test_bad_engine_arguments(tiny: Any, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         tiny("qwen3").llm(**kwargs)
+
+
+@pytest.mark.parametrize("block_size", [1, 4096])
+def test_blocks_of_any_size_give_the_same_tokens(tiny: Any, block_size: int) -> None:
+    model, prompt = tiny("qwen3"), random_prompt(20)
+    with model.llm(block_size=block_size, num_kv_blocks=max(64 // block_size, 1)) as llm:
+        assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == model.greedy(prompt, 8)
 
 
 def test_kv_cache_size_is_obeyed(tiny: Any) -> None:
@@ -332,14 +363,86 @@ def test_a_tokenizer_that_fails_in_the_middle_loses_nothing_else(llm: LLM, monke
     assert len(llm.generate([random_prompt(9)], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
+def test_an_iterator_gives_what_a_list_gives_and_in_its_order(llm: LLM) -> None:
+    prompts = [random_prompt(1 + i % 7, seed=i) for i in range(300)]
+    params = [SamplingParams(temperature=0, max_tokens=1 + (37 * i) % 11, ignore_eos=True) for i in range(300)]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    found = list(llm.generate(iter(prompts), iter(params), use_tqdm=False))
+    assert [output.request_id for output in found] == [str(i) for i in range(300)]
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert_empty(llm)
+
+
+def test_an_endless_iterator_is_read_as_far_as_there_is_room(llm: LLM) -> None:
+    """max_num_seqs is 16. The first prompt takes long, and outputs that wait for it must not pile up."""
+    num_taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal num_taken
+        while True:
+            num_taken += 1
+            yield random_prompt(3, seed=num_taken)
+
+    def params() -> Iterator[SamplingParams]:
+        yield SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        yield from itertools.repeat(SamplingParams(temperature=0, max_tokens=1))
+
+    outputs = llm.generate(prompts(), params(), use_tqdm=False)
+    assert num_taken == 0
+    assert len(next(outputs).outputs[0].token_ids) == 200
+    assert num_taken == 16 * 16
+    for _ in range(1000):
+        next(outputs)
+    assert 1001 <= num_taken <= 1001 + 16 * 16
+    assert len(llm._mailboxes) <= 2 * 16
+    outputs.close()  # type: ignore[attr-defined]
+    assert_empty(llm)
+
+
+def test_a_bad_prompt_of_an_iterator_comes_after_the_outputs_before_it(llm: LLM) -> None:
+    outputs = llm.generate(iter([random_prompt(30), random_prompt(2), [VOCAB_SIZE], [1]]), GREEDY, use_tqdm=False)
+    assert [len(next(outputs).outputs[0].token_ids) for _ in range(2)] == [8, 8]
+    with pytest.raises(ValueError, match=f"prompt 2: .*{VOCAB_SIZE}"):
+        next(outputs)
+    assert_empty(llm)
+
+
+def test_an_iterator_that_raises_comes_after_the_outputs_before_it(llm: LLM) -> None:
+    def prompts() -> Iterator[list[int]]:
+        yield [5, 6]
+        raise OSError("the disk is gone")
+
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    next(outputs)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(outputs)
+    assert_empty(llm)
+    assert list(llm.generate(iter([]), GREEDY, use_tqdm=False)) == []
+
+
+def test_a_stream_of_an_iterator(llm: LLM) -> None:
+    last = {}
+    for output in llm.generate_stream(iter([[5, 6], [7]]), SamplingParams(temperature=0, max_tokens=8, n=2)):
+        last[output.request_id] = output
+    expected = llm.generate([[5, 6], [7]], SamplingParams(temperature=0, max_tokens=8, n=2), use_tqdm=False)
+    assert [[c.token_ids for c in last[str(i)].outputs] for i in range(2)] == [
+        [c.token_ids for c in output.outputs] for output in expected
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (None, GREEDY, "prompts must be one prompt or a list of them, got None"),
-        (5, GREEDY, "prompts must be one prompt or a list of them, got 5"),
-        (b"bytes", GREEDY, "prompts must be one prompt or a list of them"),
-        ((i for i in range(3)), GREEDY, "prompts must be one prompt or a list of them"),
-        (torch.tensor(3), GREEDY, "prompts must be one prompt or a list of them"),
+        (None, GREEDY, "prompts must be one prompt, or a list or an iterator of them, got None"),
+        (5, GREEDY, "prompts must be one prompt, or a list or an iterator of them, got 5"),
+        (b"bytes", GREEDY, "prompts must be one prompt, or a list or an iterator of them"),
+        (bytearray(b"four"), GREEDY, "prompts must be one prompt, or a list or an iterator of them"),
+        (memoryview(b"four"), GREEDY, "prompts must be one prompt, or a list or an iterator of them"),
+        ([bytearray(b"four")], GREEDY, "prompt 0: a prompt must be a string, a list of token ids or a dict"),
+        ({"prompt_token_ids": memoryview(b"four")}, GREEDY, "prompt 0: a prompt must be a string"),
+        ({"prompt_token_ids": [1], "cache_salt": 0}, GREEDY, "prompt 0: prompt and cache_salt must be strings"),
+        (torch.tensor(3), GREEDY, "prompts must be one prompt, or a list or an iterator of them"),
+        ({1, 2}, GREEDY, "prompts must be one prompt, or a list or an iterator of them"),
         ([[1]], SamplingParams, "sampling_params must be SamplingParams or a list of them"),
         ([[1]], 5, "sampling_params must be SamplingParams or a list of them, got 5"),
         ({1: 2, "a": 3}, GREEDY, "unknown prompt field 1"),

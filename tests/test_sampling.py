@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from nanollm import LLM, SamplingParams
+from nanollm.engine import scheduler
+from nanollm.runtime import rows
 from tests.conftest import VOCAB_SIZE, TinyModel, random_prompt
 
 README = Path(__file__).parents[1] / "README.md"
@@ -70,6 +72,18 @@ def test_seeded_samples_are_the_same_alone_batched_chunked_and_preempted(
             assert (other.get_stats().num_preemptions > 0) == ("num_kv_blocks" in settings)
 
 
+def test_seeded_samples_are_the_same_alone_and_in_a_batch_of_256(model: TinyModel, llm: LLM) -> None:
+    ours = [(random_prompt(length, seed=4), params) for length in (3, 40) for params in (FREE, EVERYTHING, TOP_P)]
+    others = [(random_prompt(1 + i % 9, seed=i), SamplingParams(seed=i, max_tokens=24)) for i in range(250)]
+    with model.llm(max_num_seqs=256, num_kv_blocks=1024) as big:
+        batches: list[int] = []
+        submit = big._executor.submit
+        big._executor.submit = lambda plan: (batches.append(len(plan.row_ids_B)), submit(plan))  # type: ignore[method-assign]
+        outputs = big.generate(*zip(*(others + ours), strict=True), use_tqdm=False)
+    assert max(batches) == 256
+    assert [output.outputs[0].token_ids for output in outputs[250:]] == [tokens(llm, *request) for request in ours]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_two_and_three_ranks_sample_what_one_samples(model: TinyModel, llm: LLM, size: int) -> None:
     prompts = [random_prompt(length, seed=4) for length in (3, 17, 40)]
@@ -95,7 +109,7 @@ def test_two_and_three_ranks_sample_what_one_samples(model: TinyModel, llm: LLM,
 
 def test_repetition_penalty_gives_the_tokens_of_transformers(model: TinyModel, llm: LLM) -> None:
     prompt = random_prompt(20, seed=9)
-    for penalty in (1.3, 0.8):
+    for penalty in (1.3, 0.8, 0.01, 100.0):
         settings = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=30, repetition_penalty=penalty, pad_token_id=0, eos_token_id=None
         )
@@ -218,6 +232,19 @@ def test_a_row_without_any_possible_token_ends_with_an_error_and_the_others_go_o
     assert lettered.get_stats().num_running == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_few_rows_with_room_for_rules_give_the_same_tokens(
+    model: TinyModel, llm: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    for module in (scheduler, rows):
+        monkeypatch.setattr(module, "MAX_RULED_ROWS", 2)
+    requests = [(random_prompt(9, seed=i), EVERYTHING if i % 3 else FREE) for i in range(12)]
+    with model.llm(overlap=overlap, max_num_seqs=8) as few:
+        assert few._executor.runner.rows.sampler.words_RV.shape == (2, 384)  # type: ignore[union-attr]
+        outputs = few.generate(*zip(*requests, strict=True), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens(llm, *request) for request in requests]
+
+
 # Log probabilities
 
 
@@ -269,6 +296,7 @@ def test_processed_logprobs_are_of_what_is_drawn_from(model: TinyModel) -> None:
         completion = generate(llm, prompt, params).outputs[0]
     logits = model.logits(prompt + completion.token_ids)[len(prompt) - 1 :] / 0.5
     for found, row in zip(completion.logprobs, logits, strict=False):
+        assert len(found) == 5 and max(found) < VOCAB_SIZE
         kept = {token_id for token_id, entry in found.items() if entry.logprob > -math.inf}
         assert kept == set(row.topk(3).indices.tolist())
         assert sum(math.exp(found[token_id].logprob) for token_id in kept) == pytest.approx(1)
@@ -305,9 +333,9 @@ def test_continuations_are_streamed_each_by_index(llm: LLM) -> None:
         seen[output.request_id].append(output)
     for i, (request_id, shown) in enumerate(seen.items()):
         assert [output.finished for output in shown] == [False] * (len(shown) - 1) + [True], request_id
-        assert len(shown) == params[i].n * params[i].max_tokens
         lengths = [[len(completion.token_ids) for completion in output.outputs] for output in shown]
-        assert all(sum(b) - sum(a) == 1 for a, b in pairwise(lengths))
+        for before, after in pairwise(lengths):  # a step brings each of them one token at most
+            assert {b - a for a, b in zip(before, after, strict=True)} <= {0, 1} and before != after
         for ours, theirs in zip(shown[-1].outputs, final[i].outputs, strict=True):
             assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
 
@@ -343,6 +371,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": "1"}, "prompt_logprobs"),
     *(({"logit_bias": value}, "logit_bias") for value in ({-1: 0}, {2**63: 0}, {5: 101}, {5: math.nan}, {"x": 1}, [5])),
     *(({"allowed_token_ids": value}, "allowed_token_ids") for value in ([], [-1], [2**63], "5")),
+    *(({"stop_token_ids": value}, "stop_token_ids") for value in ([-1], [2**63], [True])),
     *(({"bad_words": value}, "bad_words") for value in ("", [" "], [5])),
     *(({"stop": value}, "stop") for value in ("", [""])),
     ({"min_tokens": 17}, "min_tokens"),
@@ -382,6 +411,8 @@ def test_too_many_bans_and_biases_are_refused_by_name(tiny: Any, lettered: LLM) 
         assert max(outputs[0].outputs[0].token_ids) < 1022
         outputs = llm.generate([[1, 2]], SamplingParams(allowed_token_ids=list(range(3000))), use_tqdm=False)
         assert max(outputs[0].outputs[0].token_ids) < 3000
+        everything = SamplingParams(stop_token_ids=list(range(4000)))
+        assert len(tokens(llm, [1, 2], everything)) == 1
     with pytest.raises(ValueError, match="prompt 0: bad_words must be valid Unicode, got half a surrogate pair"):
         lettered.generate([[1, 2]], SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
     with pytest.raises(ValueError, match="bad_words may have 128 of more than one token"):
@@ -400,6 +431,17 @@ def test_odd_values_have_their_documented_meaning(llm: LLM) -> None:
         assert tokens(llm, prompt, replace(free, **same)) == tokens(llm, prompt, free)
     two = llm.generate([prompt, prompt], free, use_tqdm=False)
     assert two[0].outputs[0].token_ids == two[1].outputs[0].token_ids
+
+
+def test_every_seed_is_its_own_and_none_is_a_new_one_each_time(llm: LLM) -> None:
+    seeds = [0, 1, -1, 2**32, -(2**63), 2**63 - 1, None, None]
+    params = [replace(FREE, seed=seed, max_tokens=8) for seed in seeds]
+    first, again = (
+        [output.outputs[0].token_ids for output in llm.generate([[5, 6]] * len(seeds), params, use_tqdm=False)]
+        for _ in range(2)
+    )
+    assert first[:-2] == again[:-2]
+    assert len(set(map(tuple, first + again[-2:]))) == len(seeds) + 2
 
 
 # Defaults
@@ -430,6 +472,19 @@ def test_the_readme_lists_every_parameter_with_its_default() -> None:
     assert dict(rows) == defaults
 
 
+def test_the_readme_lists_the_ranges_that_are_accepted() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `.+?` \| (−?[\d.]+) to (−?[\d.]+) \|", README.read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    for name, *limits in rows:
+        low, high = (float(limit.replace("−", "-")) for limit in limits)
+        kind = type(getattr(SamplingParams(), name)) if name != "logit_bias" else lambda bias: {5: float(bias)}
+        SamplingParams(**{name: kind(low)})
+        SamplingParams(**{name: kind(high)})
+        for beyond in (low - 1 if kind is int else low - 0.001, high + 1 if kind is int else high + 0.001):
+            with pytest.raises(ValueError, match=name):
+                SamplingParams(**{name: kind(beyond)})
+
+
 # Access to the model
 
 
@@ -441,6 +496,8 @@ def test_a_function_is_applied_to_the_model_of_every_rank(model: TinyModel, llm:
     assert llm.apply_model(shape_of_the_head) == [[384, 64]]
     with pytest.raises(ValueError, match="must be importable"):
         llm.apply_model(lambda model: None)
+    with pytest.raises(ValueError, match="must be importable, at the top level of a module; None is not"):
+        llm.apply_model(None)  # type: ignore[arg-type]
     with model.llm(tensor_parallel_size=2) as two:
         two.generate([[1, 2, 3]], FREE, use_tqdm=False)
         assert two.apply_model(shape_of_the_head) == [[256, 64]] * 2

@@ -96,12 +96,14 @@ class TPGroup:
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(total) * weight, total) for total = residual + the sum over ranks of x.
 
+        x may also be float32 parts [parts, T, D], which are added up first.
         May overwrite x and the residual: go on with what is returned. Through the peers' memory, where that works, it
         is one kernel, and the sum is rounded only after the residual's part.
         """
-        if isinstance(self.peers, PeerCollectives) and self.peers.takes(x_TD):
+        if isinstance(self.peers, PeerCollectives) and self.peers.takes(x_TD if residual_TD is None else residual_TD):
             return self.peers.all_reduce(x_TD, residual_TD, weight_D, eps)
-        x_TD = self.all_reduce(x_TD)
+        if self.size > 1:
+            x_TD = self.all_reduce(x_TD if residual_TD is None or x_TD.dim() == 2 else x_TD.sum(0).to(residual_TD))
         if residual_TD is None:
             return rms_norm(x_TD, weight_D, eps), x_TD
         return add_rms_norm(x_TD, residual_TD, weight_D, eps)

@@ -201,6 +201,8 @@ class BlockManager:
         if seq.needs_whole_prompt:
             return []
         num_full = (seq.num_tokens - 1) // self.block_size
+        if seq.leader is not None and not seq.block_hashes:  # the same prompt has the same hashes
+            seq.block_hashes = seq.leader.block_hashes[: seq.num_prompt_tokens // self.block_size]
         hits: list[Block] = []
         parent: int | str = seq.cache_salt
         for i in range(num_full):

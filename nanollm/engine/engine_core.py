@@ -3,7 +3,9 @@
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,7 +86,7 @@ class EngineCore:
         self.next_request_id = 0
         self._is_torn = False  # an exception, such as Ctrl-C, may have left the state half changed
 
-    def make_sequence(
+    def make_sequences(
         self,
         token_ids: AbstractSequence[int],
         params: SamplingParams,
@@ -92,53 +94,55 @@ class EngineCore:
         all_logits: bool = False,
         cache_salt: str = "",
         bad_words: list[list[int]] | None = None,
-    ) -> Sequence:
-        """Validate a request without queueing it. ValueError says what is wrong with it.
+    ) -> list[Sequence]:
+        """Validate a request without queueing it; returns its params.n sequences, whose ids follow each other.
 
+        The first computes the prompt; the others wait for it, and share its blocks.
         bad_words: the token ids of each of params.bad_words, all ways that it is spelled.
-        Its grammar, if it has one, is only being compiled then: grammar.result() says what is wrong with that.
+        ValueError says what is wrong with the request. Its grammar, if it has one, is only being compiled then:
+        grammar.result() says what is wrong with that.
         """
         vocab_size = self._model_config.vocab_size
         limit = vocab_size if self._max_logprobs < 0 else self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, name)) is not None and not 0 <= value <= limit and limit < vocab_size:
                 raise ValueError(f"{name} must be from 0 to {limit}, got {value}: raise max_logprobs, or make it -1")
-        seq = Sequence(
-            self.next_request_id,
-            check_token_ids(token_ids, vocab_size),
-            params,
-            seed=self._seeds.getrandbits(64) - 2**63 if params.seed is None else params.seed,
-            eos_token_ids=self._model_config.eos_token_ids,
-            max_model_len=self.scheduler.max_model_len,
-            arrival_time=time.monotonic(),
-            all_logits=all_logits,
-            cache_salt=cache_salt,
-            bad_words=bad_words,
-            vocab_size=vocab_size,
-        )
-        self.next_request_id += 1
-        check_rules(seq, vocab_size)
-        self.scheduler.check_fits(seq)
+        prompt = check_token_ids(token_ids, vocab_size)
+        settings: dict[str, Any] = {
+            "seed": self._seeds.getrandbits(64) - 2**63 if params.seed is None else params.seed,
+            "eos_token_ids": self._model_config.eos_token_ids,
+            "max_model_len": self.scheduler.max_model_len,
+            "arrival_time": time.monotonic(),
+            "all_logits": all_logits,
+            "cache_salt": cache_salt,
+            "bad_words": bad_words,
+            "vocab_size": vocab_size,
+        }
+        leader = Sequence(self.next_request_id, prompt, params, **settings)
+        check_rules(leader, vocab_size)
+        self.scheduler.check_fits(leader)
+        self.next_request_id += params.n
+        sequences = [leader]
+        rest = replace(params, prompt_logprobs=None) if params.n > 1 else params
+        for choice in range(1, params.n):
+            seq = Sequence(leader.request_id + choice, prompt[:], rest, **settings)
+            seq.choice, seq.leader = choice, leader
+            sequences.append(seq)
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise ValueError("structured_outputs needs an engine with a tokenizer")
-            seq.grammar = self._grammars.compile(params.structured_outputs)
+            grammar = self._grammars.compile(params.structured_outputs)
+            for seq in sequences:
+                seq.grammar = grammar
+        return sequences
+
+    def make_sequence(self, token_ids: AbstractSequence[int], params: SamplingParams, **kwargs: Any) -> Sequence:
+        """make_sequences of a request with one."""
+        (seq,) = self.make_sequences(token_ids, params, **kwargs)
         return seq
 
-    def make_sequences(self, token_ids: AbstractSequence[int], params: SamplingParams, **kwargs: Any) -> list[Sequence]:
-        """The params.n sequences of a request, whose ids follow each other; arguments as in make_sequence.
-
-        The first computes the prompt; the others wait for it, and share its blocks.
-        """
-        leader = self.make_sequence(token_ids, params, **kwargs)
-        rest = replace(params, seed=leader.seed, prompt_logprobs=None) if params.n > 1 else params
-        others = [self.make_sequence(token_ids, rest, **kwargs) for _ in range(1, params.n)]
-        for choice, seq in enumerate(others, 1):
-            seq.choice, seq.leader = choice, leader
-        return [leader, *others]
-
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that make_sequence made. Waits for its grammar; ValueError if that is bad."""
+        """Queue a sequence that make_sequences made. Waits for its grammar; ValueError if that is bad."""
         self._mend()
         if seq.grammar is not None:
             assert self._grammars is not None
@@ -159,15 +163,17 @@ class EngineCore:
 
         If a step fails, every request is dropped, the engine is empty and usable again, and the error is raised.
         """
-        self._mend()
-        self._is_torn = True
-        try:
-            outputs = self._step()
-        except BaseException:
-            self.reset()
-            raise
-        self._is_torn = False
-        return outputs
+        with self._resets_if_it_fails():
+            return self._step()
+
+    def launch_ahead(self) -> None:
+        """Launch what the next step() would launch first, if steps overlap; fails as step() does.
+
+        For whoever turns outputs into text in this thread: then the device has work meanwhile.
+        """
+        if self._depth > 1:
+            with self._resets_if_it_fails():
+                self._launch()
 
     def reset(self) -> None:
         """Drop every request and all cached prefixes, as after a failed step.
@@ -200,7 +206,18 @@ class EngineCore:
             num_tokens_out=scheduler.num_tokens_out,
         )
 
-    def _step(self) -> list[EngineOutput]:
+    @contextmanager
+    def _resets_if_it_fails(self) -> Iterator[None]:
+        self._mend()
+        self._is_torn = True
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+        self._is_torn = False
+
+    def _launch(self) -> None:
         while len(self._in_flight) < self._depth:
             try:
                 step = self.scheduler.schedule(time.monotonic())
@@ -212,6 +229,9 @@ class EngineCore:
             self.executor.submit(step.plan)
             if len(self._in_flight) == 1:
                 self._sample_oldest()
+
+    def _step(self) -> list[EngineOutput]:
+        self._launch()
         if not self._in_flight:
             if self.scheduler.has_unfinished:
                 raise RuntimeError("scheduler found nothing to run for the requests it has")

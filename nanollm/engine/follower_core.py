@@ -1,7 +1,7 @@
 """FollowerCore: what stands in for EngineCore on ranks above 0 under torchrun."""
 
 from collections.abc import Sequence as AbstractSequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,20 +33,10 @@ class FollowerCore(EngineCore):
     def has_unfinished(self) -> bool:
         return False
 
-    def make_sequence(
-        self,
-        token_ids: AbstractSequence[int],
-        params: SamplingParams,
-        *,
-        all_logits: bool = False,
-        cache_salt: str = "",
-        bad_words: list[list[int]] | None = None,
-    ) -> Sequence:
-        seq = super().make_sequence(
-            token_ids, params, all_logits=all_logits, cache_salt=cache_salt, bad_words=bad_words
-        )
-        self._made.append(seq)
-        return seq
+    def make_sequences(self, token_ids: AbstractSequence[int], params: SamplingParams, **kwargs: Any) -> list[Sequence]:
+        sequences = super().make_sequences(token_ids, params, **kwargs)
+        self._made += sequences
+        return sequences
 
     def add(self, seq: Sequence) -> None:
         """Expect its outputs; rank 0 queues it."""

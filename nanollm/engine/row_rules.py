@@ -13,6 +13,7 @@ from nanollm.sampling_params import (
     HAS_RULES,
     MAX_BAD_WORDS,
     NUM_SLOTS,
+    SamplingParams,
 )
 
 _FOREVER = 2**31 - 1
@@ -42,8 +43,21 @@ def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
     return struct.unpack("<11i", words)
 
 
+def has_rules(seq: Sequence) -> bool:
+    """Whether some token is special in this sequence."""
+    params = seq.params
+    rules = params.logit_bias or params.allowed_token_ids or seq.bad_words or params.structured_outputs
+    return bool(rules or _penalizes(params) or (params.min_tokens and seq.ends))
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
+
+
 def row_rules(seq: Sequence) -> RowRules | None:
     """None if no token is special in this sequence."""
+    if not has_rules(seq):
+        return None
     params = seq.params
     slots = {token_id: (bias, 0) for token_id, bias in params.logit_bias.items()}
 
@@ -59,14 +73,11 @@ def row_rules(seq: Sequence) -> RowRules | None:
         ban(last, 0 if prefix else _FOREVER)
         if prefix:
             bad_words.append((last, prefix))
-    penalizes = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-    if not (slots or penalizes or params.allowed_token_ids or params.structured_outputs):
-        return None
     prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.token_ids[seq.num_prompt_tokens :]
     return RowRules(
         num_tokens=len(seq.token_ids),
         prompt_ids=list(set(prompt)) if params.repetition_penalty != 1 else [],
-        output_ids=output.tolist() if penalizes or bad_words else [],
+        output_ids=output.tolist() if _penalizes(params) or bad_words else [],
         allowed_ids=params.allowed_token_ids,
         slots=slots,
         bad_words=bad_words,

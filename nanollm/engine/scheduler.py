@@ -12,10 +12,11 @@ import numpy as np
 
 from nanollm.config import EngineConfig
 from nanollm.engine.block_manager import BlockManager
-from nanollm.engine.row_rules import pack_params, row_rules
+from nanollm.engine.row_rules import has_rules, pack_params, row_rules
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.sampling_params import MAX_RULED_ROWS
 
 
 class OutOfBlocks(Exception):
@@ -65,12 +66,19 @@ class Scheduler:
         self._leaving: dict[int, Sequence] = {}  # finished, but a step in flight still writes their blocks
         self._blocked = (-1, 0)  # (request, room in blocks) of the last failed admission
         self._num_rows = config.num_rows
-        self._free_rows = list(range(self._num_rows))[::-1]
+        self._num_ruled_rows = min(self._num_rows, MAX_RULED_ROWS)
+        self._free_all_rows()
+        # Of plans of nothing but decodes: slices, since making an array of 256 numbers takes 10 µs.
+        self._ones, self._numbers = np.ones(self._num_rows, np.int32), np.arange(self._num_rows, dtype=np.int32)
         self._num_steps = 0
         self._num_in_flight = 0
         self.num_preemptions = 0
         self.num_tokens_in = 0
         self.num_tokens_out = 0
+
+    def _free_all_rows(self) -> None:
+        self._free_rows = list(range(self._num_ruled_rows))[::-1]
+        self._free_plain_rows = list(range(self._num_ruled_rows, self._num_rows))[::-1]  # for sequences without rules
 
     @property
     def max_cached_tokens(self) -> int:
@@ -136,7 +144,7 @@ class Scheduler:
         draft.num_new = [1] * draft.num_tokens
         for seq in chunked:
             self._take_chunk(draft, seq)
-        while draft.num_tokens < self.token_budget and self._free_rows and (admitted := self._admit()) is not None:
+        while draft.num_tokens < self.token_budget and (admitted := self._admit()) is not None:
             self._take_chunk(draft, admitted)
         if not draft.sequences:
             return None
@@ -218,15 +226,16 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self._leaving.clear()
-        self._free_rows = list(range(self._num_rows))[::-1]
+        self._free_all_rows()
         self._num_in_flight = 0
 
     def sanity_checks(self) -> None:
         """Raise AssertionError if queues, rows and blocks disagree. For tests."""
         owners = [*self.running.values(), *self._leaving.values()]
         self.block_manager.sanity_checks(owners)
-        assert len({seq.row for seq in owners} | set(self._free_rows)) == len(owners) + len(self._free_rows)
-        assert all(seq.row >= 0 for seq in owners)
+        free_rows = {*self._free_rows, *self._free_plain_rows}
+        assert len({seq.row for seq in owners} | free_rows) == len(owners) + len(free_rows) == self._num_rows
+        assert all(0 <= seq.row < (self._num_ruled_rows if has_rules(seq) else self._num_rows) for seq in owners)
         assert all(seq.row < 0 and not seq.block_ids and not seq.in_flight for seq in self.waiting.values())
         assert all(seq.in_flight for seq in self._leaving.values())
         for seq in owners:
@@ -257,10 +266,14 @@ class Scheduler:
         self.waiting.move_to_end(seq.request_id, last=False)
 
     def _admit(self) -> Sequence | None:
-        """Start the first waiting sequence if its whole prompt fits, each running sequence's next block left free."""
+        """Start the first waiting sequence if there is a row for it and its whole prompt fits, each running sequence's
+        next block left free."""
         if not self.waiting:
             return None
         seq = next(iter(self.waiting.values()))
+        rows = self._free_plain_rows if self._free_plain_rows and not has_rules(seq) else self._free_rows
+        if not rows:
+            return None
         if seq.leader is not None and not self._has_shared(seq.leader):
             return None
         room = self.block_manager.num_free - len(self.running)
@@ -272,7 +285,7 @@ class Scheduler:
             return None
         del self.waiting[seq.request_id]
         self.running[seq.request_id] = seq
-        seq.row = self._free_rows.pop()
+        seq.row = rows.pop()
         seq.token_on_device = False
         seq.leader = None
         if seq.metrics.first_scheduled_time is None:  # what it finds again after a preemption was its own work
@@ -318,7 +331,7 @@ class Scheduler:
             start = seq.num_computed_tokens
             end += num_new
             computed.append(start)
-            on_device.append(int(seq.token_on_device))
+            on_device.append(seq.token_on_device)
             if len(seq.block_ids) > seq.num_sent_blocks:
                 if seq.num_sent_blocks == 0:
                     started.append(seq)
@@ -359,19 +372,20 @@ class Scheduler:
         rules = [row_rules(seq) for seq in started]
         row_ids_B = _int32([seq.row for seq in draft.sequences])
         all_sample = len(sampled) == len(draft.sequences)
+        decodes = all_sample and end == len(sampled) and not spans  # most steps
         rows, starts, counts = zip(*appends, strict=True) if appends else ((), (), ())
         plan = StepPlan(
             step=self._num_steps,
             row_ids_B=row_ids_B,
-            num_new_B=_int32(draft.num_new),
+            num_new_B=self._ones[:end] if decodes else _int32(draft.num_new),
             num_computed_B=_int32(computed),
-            on_device_B=_int32(on_device),
+            on_device_B=_int32(on_device) if host_tokens else self._ones[: len(on_device)],
             host_tokens=_int32(host_tokens),
             append_rows=_int32(rows),
             append_starts=_int32(starts),
             append_counts=_int32(counts),
             append_blocks=_int32(append_blocks),
-            logit_rows_L=_int32(sampled_at + span_positions),
+            logit_rows_L=self._numbers[:end] if decodes else _int32(sampled_at + span_positions),
             sampled_rows_S=row_ids_B if all_sample else _int32([seq.row for seq in sampled]),
             params_rows=_int32([seq.row for seq in started]),
             params=_int32([word for pair in zip(started, rules, strict=True) for word in pack_params(*pair)]),
@@ -396,9 +410,9 @@ class Scheduler:
         self._leaving.pop(seq.request_id, None)
         if seq.row >= 0:
             self.block_manager.free(seq)
-            self._free_rows.append(seq.row)
+            (self._free_rows if seq.row < self._num_ruled_rows else self._free_plain_rows).append(seq.row)
             seq.row = -1
 
 
-def _int32(values: list[int] | tuple[int, ...]) -> np.ndarray:
+def _int32(values: list[int] | list[bool] | tuple[int, ...]) -> np.ndarray:
     return np.array(values, np.int32)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, power_of_2, tl, triton
+from nanollm.kernels.rms_norm import load_parts
 
 BUFFERS = 3
 SENTINEL = {2: -0x8000, 4: 0x80008000 - 2**32}  # by bytes of a lane, as a signed integer
@@ -119,6 +120,13 @@ def _sendable(x, LANE: tl.constexpr, SENTINEL: tl.constexpr):
 
 
 @triton.jit
+def _load_sendable(
+    x_STD, at, inside, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr, LANE: tl.constexpr, SENTINEL: tl.constexpr
+):
+    return _sendable(load_parts(x_STD, at, inside, part_stride, PARTS).to(dtype), LANE, SENTINEL)
+
+
+@triton.jit
 def _send(address, index, bits, inside):
     """Write lanes to a buffer; address is a multiple of 16."""
     pointer = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
@@ -167,7 +175,7 @@ def _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, 
 def _one_shot_kernel(
     y_TD,
     sum_TD,
-    x_TD,
+    x_STD,
     residual_TD,
     weight_D,
     eps,
@@ -178,6 +186,8 @@ def _one_shot_kernel(
     rank,
     num_rows,
     size,
+    part_stride,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -193,6 +203,7 @@ def _one_shot_kernel(
     column = tl.arange(0, TILE)
     inside = column < size
     stride = tl.cast(size, tl.int64)
+    dtype = sum_TD.dtype.element_ty
     base, mine = _bases(addresses, SIZE), tl.load(addresses + rank)
     weight = column
     if NORM:
@@ -204,14 +215,14 @@ def _one_shot_kernel(
     buffer = turn.to(tl.int64) * capacity
     for row in range(first, num_rows, step):
         start = row * stride
-        bits = _sendable(tl.load(x_TD + start + column, mask=inside, other=0.0), LANE, SENTINEL)
+        bits = _load_sendable(x_STD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
         for peer in tl.static_range(SIZE):
             if peer != rank:
                 _send(base[peer] + buffer + rank * slot, start + column, bits, inside)
     _next_turn(turns, turn, WORDS)
     for row in range(first, num_rows, step):
         start = row * stride
-        own = _sendable(tl.load(x_TD + start + column, mask=inside, other=0.0), LANE, SENTINEL)
+        own = _load_sendable(x_STD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
         residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)  # while the peers' is on its way
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
@@ -221,7 +232,7 @@ def _one_shot_kernel(
                 bits = _receive(
                     mine + buffer + peer * slot, start + column, inside, base[SIZE], LANE, SENTINEL
                 )  # fmt: skip
-            total += bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
+            total += bits.to(dtype, bitcast=True).to(tl.float32)
         _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 
 
@@ -229,7 +240,7 @@ def _one_shot_kernel(
 def _two_shot_kernel(
     y_TD,
     sum_TD,
-    x_TD,
+    x_STD,
     residual_TD,
     weight_D,
     eps,
@@ -240,6 +251,8 @@ def _two_shot_kernel(
     rank,
     num_rows,
     size,
+    part_stride,
+    PARTS: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     SIZE: tl.constexpr,
@@ -255,6 +268,7 @@ def _two_shot_kernel(
     column = tl.arange(0, TILE)
     inside = column < size
     stride = tl.cast(size, tl.int64)
+    dtype = sum_TD.dtype.element_ty
     base, mine = _bases(addresses, SIZE), tl.load(addresses + rank)
     weight = column
     if NORM:
@@ -271,7 +285,7 @@ def _two_shot_kernel(
             if owner != rank:
                 row = group * SIZE + owner
                 there = inside & (row < num_rows)
-                bits = _sendable(tl.load(x_TD + row * stride + column, mask=there, other=0.0), LANE, SENTINEL)
+                bits = _load_sendable(x_STD, row * stride + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
                 _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
     _next_turn(turns, turn, WORDS)
     for group in range(first, num_groups, step):
@@ -279,7 +293,7 @@ def _two_shot_kernel(
         start = row * stride
         there = inside & (row < num_rows)
         in_slot = group * stride + column
-        own = _sendable(tl.load(x_TD + start + column, mask=there, other=0.0), LANE, SENTINEL)
+        own = _load_sendable(x_STD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
         residual = tl.load(residual_TD + start + column, mask=there & ADD, other=0.0)
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
@@ -287,13 +301,13 @@ def _two_shot_kernel(
                 bits = own
             else:
                 bits = _receive(mine + buffer + peer * slot, in_slot, there, base[SIZE], LANE, SENTINEL)
-            total += bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
-        rounded = _sendable(total.to(x_TD.dtype.element_ty), LANE, SENTINEL)
+            total += bits.to(dtype, bitcast=True).to(tl.float32)
+        rounded = _sendable(total.to(dtype), LANE, SENTINEL)
         for peer in tl.static_range(SIZE):
             if peer != rank:
                 _send(base[peer] + buffer + SIZE * slot, start + column, rounded, there)
         if row < num_rows:
-            total = rounded.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
+            total = rounded.to(dtype, bitcast=True).to(tl.float32)
             _finish(y_TD, sum_TD, residual, weight, start, total, column, there, size, eps, NORM)
     for group in range(first, num_groups, step):
         for owner in tl.static_range(SIZE):
@@ -304,7 +318,7 @@ def _two_shot_kernel(
                 bits = _receive(
                     mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL
                 )  # fmt: skip
-                total = bits.to(x_TD.dtype.element_ty, bitcast=True).to(tl.float32)
+                total = bits.to(dtype, bitcast=True).to(tl.float32)
                 _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 
 
@@ -371,7 +385,7 @@ def rows_that_fit(peers: PeerMemory, row_bytes: int, *, two_shot: bool) -> int:
 
 
 def peer_all_reduce(
-    x_TD: Tensor,
+    x_STD: Tensor,
     residual_TD: Tensor | None,
     weight_D: Tensor | None,
     eps: float,
@@ -381,15 +395,18 @@ def peer_all_reduce(
 ) -> tuple[Tensor, Tensor]:
     """all_reduce_reference of this rank's x_TD and the peers', [T, D], both results new and bitwise equal on all ranks.
 
+    x may also be float32 parts [parts, T, D], which are added up first, and rounded to the residual's dtype.
+
     One-shot: everyone sends everything to everyone: one trip, (size - 1) * T * D elements out and in. Two-shot: each
     row is summed by one rank, rounded and sent back: two trips, 2 * (size - 1) / size * T * D elements.
     """
-    num_tokens, size = x_TD.shape
-    itemsize = x_TD.element_size()
-    x_TD = x_TD.contiguous()
-    sum_TD = torch.empty_like(x_TD)
-    y_TD = sum_TD if weight_D is None else torch.empty_like(x_TD)
-    residual_TD = x_TD if (no_residual := residual_TD is None) else residual_TD.contiguous()
+    num_tokens, size = x_STD.shape[-2:]
+    x_STD = x_STD.contiguous().view(-1, num_tokens, size)
+    no_residual = residual_TD is None
+    residual_TD = x_STD[0] if residual_TD is None else residual_TD.contiguous()
+    itemsize = residual_TD.element_size()
+    sum_TD = torch.empty_like(residual_TD)
+    y_TD = sum_TD if weight_D is None else torch.empty_like(sum_TD)
     kernel = _two_shot_kernel if two_shot else _one_shot_kernel
     tile = power_of_2(size)
     most = rows_that_fit(peers, size * itemsize, two_shot=two_shot)
@@ -401,7 +418,7 @@ def peer_all_reduce(
         kernel[(min(in_slot, programs),)](
             y_TD[piece],
             sum_TD[piece],
-            x_TD[piece],
+            x_STD[:, piece],
             residual_TD[piece],
             weight_D,
             eps,
@@ -412,6 +429,8 @@ def peer_all_reduce(
             peers.rank,
             num_rows,
             size,
+            num_tokens * size,
+            PARTS=len(x_STD),
             ADD=not no_residual,
             NORM=weight_D is not None,
             SIZE=peers.size,

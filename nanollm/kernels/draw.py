@@ -35,6 +35,7 @@ _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
     tl.constexpr(column) for column in (TEMPERATURE, SEED_LOW, SEED_HIGH, CHOICE)
 )
 _LARGEST = tl.constexpr(LARGEST)
+_SLACK = tl.constexpr(1e-3)  # more than rounding can be off
 
 
 def draw_reference(
@@ -73,6 +74,7 @@ def draw_reference(
 def _draw_kernel(
     value_S,
     id_S,
+    tiles_SN,
     max_SN,
     mass_SN,
     threshold_S,
@@ -88,6 +90,7 @@ def _draw_kernel(
     HAS_THRESHOLD: tl.constexpr,
     HAS_RULES: tl.constexpr,
     ALL_TILES: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     s = tl.program_id(0).to(tl.int64)
@@ -112,25 +115,32 @@ def _draw_kernel(
     else:
         mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
         noise = gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + t, TILE_STREAM))
-        # Of a tile's tokens some may be below the threshold: then its value is at most this, and less to be exact.
-        bound = (top - finite_peak) / temperature + tl.log(mass) + noise
-        bound = tl.where((top >= threshold) & (mass > 0), bound, float("-inf"))
-        best, tile = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
+        least = tl.where((top >= threshold) & (mass > 0), (top - finite_peak) / temperature + noise, float("-inf"))
+        most = least + tl.log(mass)
+        best, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)
         if HAS_THRESHOLD and threshold > float("-inf"):
-            highest, candidate = best, tile
-            best, tile = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-            while (highest > float("-inf")) & (highest >= best):
-                column = candidate * TILE_SIZE + within
+            # Of a tile's tokens some may be below the threshold: then its value is less than `most`, but not less than
+            # that of its largest token alone. The few tiles that may win so are looked at together.
+            may_win = most >= tl.max(least, 0) - _SLACK
+            count, tiles = tl.sum(may_win.to(tl.int32), 0), tiles_SN + s * ALL_TILES
+            tl.store(tiles + tl.cumsum(may_win.to(tl.int32), 0) - 1, t, mask=may_win)
+            tl.debug_barrier()
+            best = tl.full((), float("-inf"), tl.float32)
+            for first in range(0, count, GROUP):
+                number = first + tl.arange(0, GROUP)
+                candidate = tl.load(tiles + number, mask=number < count, other=0)
+                column = candidate[:, None] * TILE_SIZE + within[None, :]
                 x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
-                largest = tl.minimum(tl.max(x, 0), _LARGEST)
-                weight = tl.exp2((x - largest) * (1.4426950408889634 / temperature))
-                log_mass = tl.log(tl.sum(tl.where(x >= threshold, weight, 0.0), 0))
-                tile_noise = tl.sum(tl.where(t == candidate, noise, 0.0), 0)
-                exact = (largest - finite_peak) / temperature + log_mass + tile_noise
-                if (exact > best) | ((exact == best) & (candidate < tile)):
-                    best, tile = exact, candidate
-                bound = tl.where(t == candidate, float("-inf"), bound)
-                highest, candidate = tl.max(bound, 0, return_indices=True, return_indices_tie_break_left=True)
+                largest = tl.minimum(tl.max(x, 1), _LARGEST)
+                weight = tl.exp2((x - largest[:, None]) * (1.4426950408889634 / temperature))
+                log_mass = tl.log(tl.sum(tl.where(x >= threshold, weight, 0.0), 1))
+                word = noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + candidate, TILE_STREAM)
+                exact = (largest - finite_peak) / temperature + log_mass + gumbel_noise(word)
+                exact = tl.where(number < count, exact, float("-inf"))
+                highest, at = tl.max(exact, 0, return_indices=True, return_indices_tie_break_left=True)
+                winner = tl.sum(tl.where(number - first == at, candidate, 0), 0)
+                tile = tl.where(highest > best, winner, tile)  # they ascend: of equals the first stays
+                best = tl.maximum(best, highest)
         value = finite_peak.to(tl.float64) / temperature.to(tl.float64) + best.to(tl.float64)
     column = tile * TILE_SIZE + within
     x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
@@ -143,15 +153,20 @@ def _draw_kernel(
     tl.store(id_S + s, tl.where(nothing, -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
 
 
-def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None) -> tuple[Tensor, Tensor]:
+def _draw_triton(
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None, num_warps: int = 16
+) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
+    all_tiles = max(power_of_2(num_tiles), TILE)
+    tiles_SN = max_SN if threshold_S is None else max_SN.new_empty(num_rows, all_tiles, dtype=torch.int32)
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
     if num_rows:
         _draw_kernel[(num_rows,)](
             value_S,
             id_S,
+            tiles_SN,
             max_SN,
             mass_SN,
             max_SN if threshold_S is None else threshold_S,
@@ -166,8 +181,9 @@ def _draw_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: 
             rows.first_id,
             HAS_THRESHOLD=threshold_S is not None,
             HAS_RULES=rows.has_rules,
-            ALL_TILES=max(power_of_2(num_tiles), TILE),
-            num_warps=4,
+            ALL_TILES=all_tiles,
+            GROUP=16,
+            num_warps=num_warps,
             **overlap(max_SN.device),
         )
     return value_S, id_S

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
-from nanollm.kernels.rms_norm import rms_norm_reference
+from nanollm.kernels.rms_norm import load_parts, rms_norm_reference
 
 _HEADS = 8  # heads a program
 
@@ -31,7 +31,7 @@ def qkv_to_cache_reference(
 ) -> Tensor:
     """The definition; arguments as in qkv_to_cache."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
-    qkv_TXH = qkv_TX.unflatten(-1, (-1, head_dim))
+    qkv_TXH = (qkv_TX if qkv_TX.dim() == 2 else qkv_TX.sum(0).to(k_cache)).unflatten(-1, (-1, head_dim))
     num_heads = qkv_TXH.shape[1] - 2 * num_kv_heads
     qk_TXH, v_TKH = qkv_TXH[:, :-num_kv_heads], qkv_TXH[:, -num_kv_heads:].nan_to_num(0.0, 0.0, 0.0)
     if q_norm_H is not None and k_norm_H is not None:
@@ -52,13 +52,15 @@ def _qkv_to_cache_kernel(
     q_TNH,
     k_cache,
     v_cache,
-    qkv_TX,
+    qkv_PTX,
     q_norm_H,
     k_norm_H,
     rope_PH,
     positions_T,
     slots_T,
+    part_stride,
     eps,
+    PARTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -84,9 +86,9 @@ def _qkv_to_cache_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    source = qkv_TX + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head * HEAD_DIM + dim
-    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    source = token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head * HEAD_DIM + dim
+    x1 = load_parts(qkv_PTX, source, inside, part_stride, PARTS)
+    x2 = load_parts(qkv_PTX, source + HALF, inside, part_stride, PARTS)
     angles = rope_PH + tl.load(positions_T + token).to(tl.int64) * HEAD_DIM + dim
     cos = tl.load(angles, mask=dim < HALF, other=0.0)
     sin = tl.load(angles + HALF, mask=dim < HALF, other=0.0)
@@ -123,9 +125,9 @@ def _qkv_to_cache_triton(
     v_cache: Tensor,
 ) -> Tensor:
     num_kv_heads, head_dim = k_cache.shape[-2:]
-    num_tokens, all_heads = len(qkv_TX), qkv_TX.shape[1] // head_dim
+    num_tokens, all_heads = qkv_TX.shape[-2], qkv_TX.shape[-1] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
-    q_TNH = qkv_TX.new_empty(num_tokens, num_heads, head_dim)
+    q_TNH = k_cache.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:
         _qkv_to_cache_kernel[(num_tokens, -(-all_heads // _HEADS))](
             q_TNH,
@@ -137,7 +139,9 @@ def _qkv_to_cache_triton(
             rope_PH,
             positions_T,
             slots_T,
+            num_tokens * all_heads * head_dim,
             eps,
+            PARTS=1 if qkv_TX.dim() == 2 else len(qkv_TX),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -163,7 +167,7 @@ def qkv_to_cache(
 ) -> Tensor:
     """Returns q_TNH, normed and rotated; writes k (normed and rotated) and v to the cache.
 
-    qkv_TX: [T, (N + 2K) * H], heads of q, then k, then v.
+    qkv_TX: [T, (N + 2K) * H], heads of q, then k, then v; or float32 parts of it, [parts, T, (N + 2K) * H].
     q_norm_H, k_norm_H: RMSNorm weights over the head dim, or None for models without.
     rope_PH: float32 [positions, H]: cos of the H/2 angles, then sin.
     slots_T: where each token's k and v go, block * block_size + offset; -1 for nowhere.

@@ -16,14 +16,34 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The definition: (rms_norm(residual + x), residual + x); the norm reads the sum before it is rounded."""
-    summed_TD = residual_TD.float() + x_TD
+    summed_TD = residual_TD.float() + (x_TD if x_TD.dim() == residual_TD.dim() else x_TD.sum(0))
     scale_T1 = torch.rsqrt(summed_TD.square().mean(-1, keepdim=True) + eps)
-    return (summed_TD * scale_T1 * weight_D).to(x_TD.dtype), summed_TD.to(x_TD.dtype)
+    return (summed_TD * scale_T1 * weight_D).to(residual_TD.dtype), summed_TD.to(residual_TD.dtype)
+
+
+@triton.jit
+def load_parts(x_STD, at, inside, part_stride, PARTS: tl.constexpr):
+    """The sum of a row's parts, float32, in their order; part_stride elements apart."""
+    x = tl.load(x_STD + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_STD + part * tl.cast(part_stride, tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
 def _rms_norm_kernel(
-    y_TD, sum_TD, x_TD, residual_TD, weight_D, size, eps, ADD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+    y_TD,
+    sum_TD,
+    x_STD,
+    residual_TD,
+    weight_D,
+    size,
+    part_stride,
+    eps,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # One program a token: D is at most a few thousand, so a row stays in registers and is read once.
     start = tl.program_id(0).to(tl.int64) * size
@@ -33,7 +53,7 @@ def _rms_norm_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_TD + start + column_D, mask=inside_D, other=0.0).to(tl.float32)
+    x = load_parts(x_STD, start + column_D, inside_D, part_stride, PARTS)
     if ADD:
         x += tl.load(residual_TD + start + column_D, mask=inside_D, other=0.0).to(tl.float32)
         tl.store(sum_TD + start + column_D, x.to(sum_TD.dtype.element_ty), mask=inside_D)
@@ -44,17 +64,20 @@ def _rms_norm_kernel(
 def _rms_norm_triton(x: Tensor, residual: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     x = x.contiguous()
-    y, summed = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    like = x if residual is None else residual.contiguous()
+    y, summed = torch.empty_like(like), x if residual is None else torch.empty_like(like)
     tile = power_of_2(size)
     if x.numel():
-        _rms_norm_kernel[(x.numel() // size,)](
+        _rms_norm_kernel[(y.numel() // size,)](
             y,
             summed,
             x,
-            x if residual is None else residual.contiguous(),
+            like,
             weight_D,
             size,
+            y.numel(),
             eps,
+            PARTS=x.numel() // y.numel(),
             ADD=residual is not None,
             TILE=tile,
             num_warps=min(max(tile // 512, 1), 8),
@@ -71,7 +94,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(residual + x), residual + x), both new. Floor on a GPU: two reads and two writes of [T, D]."""
+    """Returns (rms_norm(residual + x), residual + x), both new. Floor on a GPU: two reads and two writes of [T, D].
+
+    x may also be float32 parts [parts, T, D], which are added up first.
+    """
     if runs_triton(x_TD):
         return _rms_norm_triton(x_TD, residual_TD, weight_D, eps)
     return add_rms_norm_reference(x_TD, residual_TD, weight_D, eps)

@@ -13,8 +13,8 @@ class Hidden:
     """The residual stream, with work still pending: norm(residual + all_reduce(pending)) * norm_weight.
 
     residual_TD: None before the first layer.
-    pending_TD: this rank's partial sum from a row-parallel layer (or the embedding), not reduced or added yet; None if
-        that was done already.
+    pending_TD: this rank's partial sum from a row-parallel layer (or the embedding), not reduced or added yet; or
+        float32 parts of it, [parts, T, D]; None if that was done already.
     norm_weight_D, norm_eps: the RMSNorm that the next reader applies, set by the RMSNorm layer.
     """
 
@@ -26,7 +26,9 @@ class Hidden:
     def rows(self, index: Tensor | slice) -> "Hidden":
         """Only the given tokens: a slice, or int [L]."""
         residual_TD = None if self.residual_TD is None else self.residual_TD[index]
-        pending_TD = None if self.pending_TD is None else self.pending_TD[index]
+        pending_TD = None if self.pending_TD is None else self.pending_TD[..., index, :]
+        if pending_TD is not None and pending_TD.dim() == 3:  # cheap for the rows that are left
+            pending_TD = pending_TD.sum(0).to(self.residual_TD)
         return replace(self, residual_TD=residual_TD, pending_TD=pending_TD)
 
     def resolve(self, tp: TPGroup) -> tuple[Tensor, Tensor]:

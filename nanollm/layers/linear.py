@@ -10,6 +10,7 @@ from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.silu_mul import silu_mul
 from nanollm.kernels.skinny_matmul import skinny_matmul, suits_skinny_matmul
+from nanollm.kernels.split_matmul import Tiles, split_matmul, tiles_for
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.weights import TensorPart
 
@@ -27,11 +28,16 @@ class LinearBase(nn.Module):
         """Whether to read the weights with the kernel for few rows, which norm, gate and residual are folded into."""
         return self.bias is None and suits_skinny_matmul(num_rows, self.weight)
 
+    def tiles(self, num_rows: int) -> Tiles | None:
+        """How to read the weights with the kernel for some rows, which may leave parts to be added up; None: don't."""
+        return None if self.bias is not None else tiles_for(num_rows, self.weight)
+
 
 class ColumnParallelLinear(LinearBase):
     """y_r = norm(x) W_r^T + b_r: each rank holds some of the output features. No communication of its own.
 
-    Reads a Hidden, so the pending all-reduce, residual add and norm are done here, in whatever way is best.
+    Reads a Hidden, so the pending all-reduce, residual add and norm are done here, in whatever way is best. On a GPU
+    y_r may come as float32 parts [parts, T, out_r] that are still to be added up.
     outputs: (checkpoint name, whole size, this rank's range of it) for each projection that is fused into this one.
     """
 
@@ -50,6 +56,8 @@ class ColumnParallelLinear(LinearBase):
         normed_TD, residual_TD = hidden.resolve(self.tp)
         if self.suits_skinny(len(normed_TD)):
             return skinny_matmul(normed_TD, self.weight, gated=gated), residual_TD
+        if not gated and (tiles := self.tiles(len(normed_TD))):
+            return split_matmul(normed_TD, self.weight, tiles), residual_TD
         y_r = F.linear(normed_TD, self.weight, self.bias)
         return silu_mul(y_r) if gated else y_r, residual_TD
 
@@ -111,6 +119,8 @@ class RowParallelLinear(LinearBase):
             if self.tp.size == 1:
                 return Hidden(skinny_matmul(x_r, self.weight, residual_MO=residual_TD), None)
             return Hidden(residual_TD, skinny_matmul(x_r, self.weight))
+        if tiles := self.tiles(len(x_r)):
+            return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))
         if self.tp.size == 1 and self.bias is None and x_r.is_cuda:  # the matmul adds to what is there at no cost
             return Hidden(residual_TD.addmm_(x_r, self.weight.t()), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))

@@ -8,6 +8,7 @@ The order of operations is vLLM's: bans, bias and penalties (kernels.token_rules
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanollm.distributed.tp_group import TPGroup
@@ -40,7 +41,7 @@ class Filters(IntEnum):
 class Sampler:
     """Samples tokens for rows of `state`, into last_token_R (int64 [R]).
 
-    first_id: where this rank's share of the vocabulary starts. logprobs_mode: as in EngineConfig.
+    vocab: token ids of this rank's share of the vocabulary, without padding. logprobs_mode: as in EngineConfig.
 
     Each rank sends its best candidate (value, id) of each row, and all pick the same winner. Filters cut a row at one
     logit of the whole vocabulary. With min_p alone or top_k up to 64 that is settled by each rank's 64 largest;
@@ -48,9 +49,9 @@ class Sampler:
     """
 
     def __init__(
-        self, state: SamplerState, last_token_R: Tensor, first_id: int, tp: TPGroup, logprobs_mode: str
+        self, state: SamplerState, last_token_R: Tensor, vocab: range, tp: TPGroup, logprobs_mode: str
     ) -> None:
-        self.state, self._last_token_R, self._first_id, self.tp = state, last_token_R, first_id, tp
+        self.state, self._last_token_R, self._vocab, self.tp = state, last_token_R, vocab, tp
         self._mode = logprobs_mode
 
     def sample(
@@ -67,7 +68,7 @@ class Sampler:
         precede the one to be sampled. filters: the most that any of these rows needs.
         logprobs: which of these (int64 indices) want log probabilities, and how many; see token_logprobs.
         """
-        rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._first_id)
+        rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._vocab.start)
         if not runs_triton(logits_r):
             rows = rows.processed()  # once for all that follows
         stats = tile_stats(rows)
@@ -88,7 +89,7 @@ class Sampler:
             x_LV = logits_r if self._mode.startswith("raw") else _drawn_from(rows, limit_S)
             as_logits = self._mode.endswith("logits")
             wanted = self.token_logprobs(x_LV[index_L], id_S[index_L], num_top, as_logits=as_logits)
-        advance_rows(id_S, rows_S, positions_S, self.state, self._last_token_R, self._first_id)
+        advance_rows(id_S, rows_S, positions_S, self.state, self._last_token_R, self._vocab.start)
         return id_S, wanted
 
     def token_logprobs(self, logits_r: Tensor, token_L: Tensor, num_top: int, *, as_logits: bool = False) -> Tensor:
@@ -97,13 +98,16 @@ class Sampler:
 
         logits_r: [L, V_r], any float dtype. token_L: int64 ids. as_logits: logits instead.
         """
-        x_LV = logits_r.float()
-        index_L = token_L - self._first_id
-        ours_L = (index_L >= 0) & (index_L < x_LV.shape[1])
-        own_L = x_LV.gather(1, index_L.where(ours_L, 0)[:, None])[:, 0].where(ours_L, float("-inf"))
-        top = x_LV.topk(min(num_top, x_LV.shape[1]))
-        shares = [own_L[:, None], x_LV.logsumexp(-1, keepdim=True), top.values, top.indices + self._first_id]
-        size = top.values.shape[1]
+        first_id, size = self._vocab.start, min(num_top, logits_r.shape[1])
+        index_L = token_L - first_id
+        ours_L = (index_L >= 0) & (index_L < len(self._vocab))
+        own_L = logits_r.gather(1, index_L.where(ours_L, 0)[:, None])[:, 0].float().where(ours_L, float("-inf"))
+        # Padding comes last of all, behind real tokens that are as impossible: so it is never among the likeliest.
+        x_LV = logits_r[:, : len(self._vocab)].float()
+        top = x_LV.topk(min(size, len(self._vocab)))
+        shares = [own_L[:, None], x_LV.logsumexp(-1, keepdim=True)]
+        for x_LK in (top.values, top.indices + first_id):
+            shares.append(F.pad(x_LK.double(), (0, size - x_LK.shape[1]), value=float("-inf")))
         own_RL1, sum_RL1, top_RLK, id_RLK = self.tp.all_gather(torch.cat([s.double() for s in shares], 1)).split(
             [1, 1, size, size], -1
         )

@@ -315,7 +315,7 @@ def importable_name(function: Callable[..., Any]) -> str:
         found = import_by_name(name)
     except (ImportError, AttributeError):
         found = None
-    if found is not function:
+    if not callable(function) or found is not function:
         raise ValueError(f"the function must be importable, at the top level of a module; {function!r} is not")
     return name
 

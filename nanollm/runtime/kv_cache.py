@@ -1,6 +1,7 @@
 """How many KV blocks there may be, and the tensor that holds them."""
 
 import math
+import os
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 
-CPU_CACHE_BYTES = 4 * 2**30
+CPU_CACHE_BYTES = 4 * 2**30  # takes memory only as it is used
 
 
 def block_bytes(config: ModelConfig, heads: HeadPartition, block_size: int, dtype: torch.dtype) -> int:
@@ -20,34 +21,50 @@ def block_bytes(config: ModelConfig, heads: HeadPartition, block_size: int, dtyp
 def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, available_bytes: int) -> int:
     """Blocks to allocate: what the user said, or what fits `available_bytes` as far as it is of use.
 
-    ValueError, with the numbers and the flags to change, if that is not even one block.
+    ValueError, with the numbers and the flags to change, if that is not even one block, or doesn't fit.
     """
     assert config.block_size is not None
+    name = "kv_cache_memory_bytes" if config.num_kv_blocks is None else "num_kv_blocks"
+    given = config.kv_cache_memory_bytes if config.num_kv_blocks is None else config.num_kv_blocks * bytes_per_block
+    if given is not None and given > available_bytes:
+        raise ValueError(
+            f"no room for the KV cache: {name} {getattr(config, name)} takes {given / 2**30:.1f} GiB on each rank, and "
+            f"there are {max(available_bytes, 0) / 2**30:.1f} GiB: lower {name}, or give none of the two"
+        )
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    budget = available_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+    budget = available_bytes if given is None else given
     if budget < bytes_per_block:
         raise ValueError(
             f"no room for the KV cache: {max(budget, 0) / 2**20:.0f} MiB left, one block of {config.block_size} tokens "
             f"takes {bytes_per_block / 2**20:.2f} MiB: free memory, raise gpu_memory_utilization (now "
             f"{config.gpu_memory_utilization}) or kv_cache_memory_bytes, or lower block_size"
         )
-    if config.kv_cache_memory_bytes is not None:
-        return budget // bytes_per_block
+    if given is not None:
+        return min(budget // bytes_per_block, 2**31 - 1)  # ids are int32
     # A tiny model could have millions: enough for every row at its longest, and for prefixes worth keeping.
     return min(budget // bytes_per_block, max(config.max_num_seqs, 256) * -(-max_model_len // config.block_size))
 
 
+def available_cpu_bytes(config: EngineConfig, num_sharing: int) -> int:
+    """4 GiB; where the user gives the size, this host's memory, of which each of so many ranks takes its part."""
+    if not config.gives_kv_cache_size:
+        return CPU_CACHE_BYTES
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_sharing
+
+
 def available_gpu_bytes(config: EngineConfig, device: torch.device, num_sharing: int) -> int:
-    """What gpu_memory_utilization leaves for the KV cache, everything else being allocated or having peaked.
+    """What is left for the KV cache, everything else being allocated or having peaked: of gpu_memory_utilization, or
+    where the user gives the size of the whole GPU.
 
     num_sharing: ranks on this GPU, of which each takes its part.
     """
+    utilization = 1.0 if config.gives_kv_cache_size else config.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     # What PyTorch holds but doesn't use now counts as free, up to the peak that a step needs beside the cache.
     spare = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.peak"]
-    return (int(total * config.gpu_memory_utilization) - (total - free)) // num_sharing + max(spare, 0)
+    return (int(total * utilization) - (total - free)) // num_sharing + max(spare, 0)
 
 
 def allocate_kv_cache(

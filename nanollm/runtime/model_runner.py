@@ -20,8 +20,8 @@ from nanollm.models.source import ModelSource
 from nanollm.outputs import TokenLogprobs
 from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
 from nanollm.runtime.kv_cache import (
-    CPU_CACHE_BYTES,
     allocate_kv_cache,
+    available_cpu_bytes,
     available_gpu_bytes,
     block_bytes,
     num_kv_blocks,
@@ -121,7 +121,8 @@ class ModelRunner:
         max_blocks = -(-(self.max_model_len + 1) // self.block_size)
         self.rows = RowState(num_rows, max_blocks, self.block_size, vocab, device)
         last_token_R = self.rows.state.last_token_R
-        sampler = Sampler(self.rows.sampler, last_token_R, head.start, tp, config.logprobs_mode)
+        real = vocab[: head.num_rows]
+        sampler = Sampler(self.rows.sampler, last_token_R, real, tp, config.logprobs_mode)
         sizes = capture_sizes(num_rows) if device.type == "cuda" else []
         self.decode = DecodeSteps(self.model, self.rows, sampler, num_rows, sizes)
         self.attention_backend = attention_backend(
@@ -134,11 +135,11 @@ class ModelRunner:
         layer_weights = sum(parameter.numel() for parameter in self.model.model.layers[0].parameters())
         max_padded = longest_padded(layer_weights, config.max_num_batched_tokens) if on_gpu else 0
         self.mixed = MixedSteps(self.model, self.rows, sampler, num_rows, max_padded, capture=capture)
-        available = CPU_CACHE_BYTES
+        sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share the CPU; or a GPU, in tests
+        available = available_cpu_bytes(config, sharing)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             cache_bytes = self._profile(num_rows, check)
-            sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share a GPU, in tests
             available = available_gpu_bytes(config, device, sharing) + cache_bytes - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)

@@ -1,6 +1,6 @@
 """RowState: what a rank remembers of each running sequence between steps, and how a plan becomes a StepBatch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from nanollm.sampling_params import (
     BANNED_SLOT,
     FIRST_SLOT,
     MAX_BAD_WORDS,
+    MAX_RULED_ROWS,
     MIN_P,
     NUM_PARAMS,
     NUM_SLOTS,
@@ -50,6 +51,8 @@ def count_decodes(plan: StepPlan) -> int:
 class RowState:
     """R rows of state, and one more as scratch for padding. A row belongs to one running sequence; plans say which.
 
+    Only the first MAX_RULED_ROWS rows have room for rules: the scheduler gives sequences with rules no others.
+
     The device remembers the token sampled last, so that the next step needn't wait for the host to have read it, the
     sampling parameters, and the block table. The host has the block table too; plans bring only what is appended.
 
@@ -66,7 +69,10 @@ class RowState:
             block_table_RM=torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device),
             last_token_R=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
         )
-        self.sampler = SamplerState.empty(num_rows + 1, len(vocab), device)
+        self.sampler = replace(
+            SamplerState.empty(min(num_rows, MAX_RULED_ROWS), len(vocab), device),
+            params_RP=torch.zeros(num_rows + 1, NUM_PARAMS, dtype=torch.int32, device=device),
+        )
 
     def pack(self, plan: StepPlan, shape: StepShape) -> np.ndarray:
         """The plan as one int64 array for unpack(), padded to `shape`; start() must have taken it already."""

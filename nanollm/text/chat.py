@@ -36,6 +36,8 @@ def render_chat(
         )
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"messages must be a non-empty list of dicts with role and content, got {messages!r:.200}")
+    if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError(f"tools must be a list of JSON schemas, got {tools!r:.200}")
     conversation = [_checked(i, message) for i, message in enumerate(messages)]
     try:
         return str(

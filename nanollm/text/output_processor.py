@@ -3,7 +3,6 @@
 import codecs
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._pieces: dict[tuple[bool, bool], _Pieces] = {}
         self._choices: dict[int, _Choice] = {}
-        self._texts: dict[int, str] = {}  # of single tokens, for log probabilities
+        self._texts = _Texts(tokenizer)
 
     def add(
         self,
@@ -51,8 +50,8 @@ class OutputProcessor:
                 raise ValueError(f"request_id {used} is in use by a request that has not finished")
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: use stop_token_ids, or load the model with its tokenizer")
-        decode = self._text_of if params.detokenize and self._tokenizer is not None else None
-        request = _Request(external_id, prompt, prompt_token_ids, params, metrics, decode, stream)
+        texts = self._texts if params.detokenize and self._tokenizer is not None else None
+        request = _Request(external_id, prompt, prompt_token_ids, params, metrics, texts, stream, params.n)
         for index, choice_id in enumerate(ids):
             choice = _Choice(request, index, self._detokenizer(params))
             request.choices.append(choice)
@@ -63,26 +62,27 @@ class OutputProcessor:
         self._choices.pop(request_id, None)
 
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[int]]:
-        """Take one step's outputs; return (what to hand to callers, request ids that the engine must abort).
+        """Take one step's outputs; return (what to hand to callers, one a request, and ids that the engine must abort).
 
         A continuation is to be aborted when a stop string ended it and the engine doesn't know yet. Each finished one
         is forgotten here: what the engine still sends for it (a surplus token, the abort itself) is ignored.
         """
-        results, aborts = [], []
+        changed: dict[_Request, None] = {}
+        aborts = []
         for output in outputs:
             choice = self._choices.get(output.request_id)
             if choice is None:
                 continue
             choice.advance(output)
+            request = choice.request
             if choice.finish_reason is not None:
                 del self._choices[output.request_id]
+                request.num_running -= 1
                 if output.finish_reason is None:
                     aborts.append(output.request_id)
-            elif not choice.request.stream:
-                continue
-            if (result := choice.request.show()) is not None:
-                results.append(result)
-        return results, aborts
+            if request.stream or not request.num_running:
+                changed[request] = None
+        return [request.show() for request in changed], aborts
 
     def _detokenizer(self, params: SamplingParams) -> "_Detokenizer | None":
         if not params.detokenize or self._tokenizer is None:
@@ -93,39 +93,43 @@ class OutputProcessor:
         pieces = self._pieces[settings]
         return _ByteLevelDetokenizer(pieces) if pieces.byte_level else _WindowDetokenizer(pieces)
 
-    def _text_of(self, token_id: int) -> str:
-        if token_id not in self._texts:
-            assert self._tokenizer is not None
-            self._texts[token_id] = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-        return self._texts[token_id]
+
+class _Texts(dict[int, str]):
+    """Token id -> what it spells alone, for log probabilities; filled as ids are met."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        assert self._tokenizer is not None
+        text = self[token_id] = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return text
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
-    """A running request: its prompt, and its continuations. text_of: None for no text, else what a token spells."""
+    """A running request: its prompt, and its continuations. texts: of tokens; None for no text."""
 
     external_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics | None
-    text_of: Callable[[int], str] | None
+    texts: _Texts | None
     stream: bool
+    num_running: int  # of the continuations
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     choices: "list[_Choice]" = field(default_factory=list)
 
-    def show(self) -> RequestOutput | None:
-        """What to hand to the caller; None if only the end is wanted and this isn't it."""
-        finished = all(choice.finish_reason is not None for choice in self.choices)
-        if not (finished or self.stream):
-            return None
+    def show(self) -> RequestOutput:
+        """What to hand to the caller."""
         return RequestOutput(
             self.external_id,
             self.prompt,
             self.prompt_token_ids,
             [choice.completion() for choice in self.choices],
-            finished,
+            not self.num_running,
             self.metrics,
             self.num_cached_tokens,
             self.prompt_logprobs,
@@ -133,25 +137,24 @@ class _Request:
 
     def logprobs(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
         """A token's log probability and those of the likeliest, in this order."""
-        ids = [token_id, *found.top_ids]
-        values = zip(ids, [found.logprob, *found.top_logprobs], [found.rank, *range(1, len(ids))], strict=True)
-        logprobs: dict[int, Logprob] = {}
-        for each, logprob, rank in values:
-            if each not in logprobs:
-                logprobs[each] = Logprob(logprob, rank, self.text_of(each) if self.text_of else None)
+        texts = self.texts
+        logprobs = {token_id: Logprob(found.logprob, found.rank, None if texts is None else texts[token_id])}
+        for rank, (each, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
+            if each != token_id:
+                logprobs[each] = Logprob(logprob, rank, None if texts is None else texts[each])
         return logprobs
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One continuation. text[num_decided:] may yet turn out to start a stop string; the rest is safe to show."""
+    """One continuation. held: what follows `text`, but may yet turn out to start a stop string."""
 
     request: _Request
     index: int
     detokenizer: "_Detokenizer | None"
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    num_decided: int = 0
+    held: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
@@ -192,8 +195,8 @@ class _Choice:
     def completion(self) -> CompletionOutput:
         """What there is of it so far."""
         if self.finish_reason is None:
-            shows_all = self.request.params.include_stop_str_in_output or self.num_decided == len(self.text)
-            text = self.text if shows_all else self.text[: self.num_decided]
+            shows_all = self.held and self.request.params.include_stop_str_in_output
+            text = self.text + self.held if shows_all else self.text
             return _CompletionSoFar(self.index, text, self.token_ids, self.logprobs, self.cumulative_logprob)
         return CompletionOutput(
             self.index,
@@ -212,7 +215,6 @@ class _Choice:
         self.text += self.detokenizer.push(new_token_ids if self.request.stream else self.token_ids)
         if last:
             self.text += self.detokenizer.flush()
-        self.num_decided = len(self.text)
 
     def _append_until_stop(self, new_token_ids: list[int], last: bool) -> str | None:
         """Append tokens up to the one that completes a stop string; cut the text there and return that string.
@@ -225,38 +227,55 @@ class _Choice:
             self.token_ids.append(token_id)
             new_text = self.detokenizer.push([token_id])
             if len(self.token_ids) <= self.request.params.min_tokens:  # no match counts that is complete by here
-                self.text += new_text
-                self.num_decided = min(self._start_of_partial(stop) for stop in self.request.params.stop)
+                self._hold(self.held + new_text)
             elif (stop := self._extend(new_text)) is not None:
                 return stop
-        return self._extend(self.detokenizer.flush()) if last else None
+        if not last:
+            return None
+        stop = self._extend(self.detokenizer.flush())
+        self.text += self.held
+        return stop
 
     def _extend(self, new_text: str) -> str | None:
         """Append text; if that completes a stop string, cut the text at it and return it."""
         assert self.first_char_of_stop is not None
-        self.text += new_text
-        candidate = self.first_char_of_stop.search(self.text, self.num_decided)
-        self.num_decided = candidate.start() if candidate else len(self.text)
+        rest = self.held + new_text
+        candidate = self.first_char_of_stop.search(rest)
         if candidate is None:
+            self.text += rest
+            self.held = ""
             return None
-        found = [(self.text.find(stop, self.num_decided), len(stop), stop) for stop in self.request.params.stop]
+        found = [(rest.find(stop, candidate.start()), len(stop), stop) for stop in self.request.params.stop]
         if matches := [match for match in found if match[0] >= 0]:
             start, length, stop = min(matches)
-            self.text = self.text[: start + length if self.request.params.include_stop_str_in_output else start]
+            self.text += rest[: start + length if self.request.params.include_stop_str_in_output else start]
+            self.held = ""
             return stop
-        self.num_decided = min(self._start_of_partial(stop) for stop in self.request.params.stop)
+        self._hold(rest)
         return None
 
-    def _start_of_partial(self, stop: str) -> int:
-        """Return where the longest suffix of the text that begins `stop` starts; len(text) if none does."""
-        start = max(self.num_decided, len(self.text) - len(stop) + 1)
-        while (start := self.text.find(stop[0], start)) >= 0 and not stop.startswith(self.text[start:]):
-            start += 1
-        return start if start >= 0 else len(self.text)
+    def _hold(self, rest: str) -> None:
+        """Append to the text what of `rest` can't start a stop string any more, and hold what can."""
+        start = min(_start_of_partial(rest, stop) for stop in self.request.params.stop)
+        self.text += rest[:start]
+        self.held = rest[start:]
+
+
+def _start_of_partial(text: str, stop: str) -> int:
+    """Where the longest suffix of the text starts that begins `stop` but is shorter; len(text) if there is none."""
+    start = max(0, len(text) - len(stop) + 1)
+    while (start := text.find(stop[0], start)) >= 0 and not stop.startswith(text[start:]):
+        start += 1
+    return start if start >= 0 else len(text)
 
 
 class _CompletionSoFar(CompletionOutput):
-    """An unfinished completion. What grows is copied when read: a copy at every step would cost O(tokens) each."""
+    """An unfinished completion. What grows is copied when read: a copy at every step would cost O(tokens) each.
+
+    What is None as in the class is not set: this is made for every row in every step.
+    """
+
+    _growing_logprobs: list[dict[int, Logprob]] | None = None
 
     def __init__(
         self,
@@ -266,10 +285,10 @@ class _CompletionSoFar(CompletionOutput):
         growing_logprobs: list[dict[int, Logprob]] | None,
         cumulative_logprob: float | None,
     ) -> None:
-        self.index, self.text, self.finish_reason, self.stop_reason = index, text, None, None
-        self.cumulative_logprob = cumulative_logprob
+        self.index, self.text = index, text
         self._growing, self._count = growing_token_ids, len(growing_token_ids)
-        self._growing_logprobs = growing_logprobs
+        if growing_logprobs is not None:
+            self._growing_logprobs, self.cumulative_logprob = growing_logprobs, cumulative_logprob
 
     @cached_property
     def token_ids(self) -> list[int]:  # type: ignore[override]
@@ -284,6 +303,7 @@ class _Pieces(dict[int, bytes | None]):
     """Token id -> its bytes, filled as ids are met; None for ids that leave no trace (skipped, or past the vocabulary).
 
     byte_level: whether a token's text is its bytes and nothing else, so that decoding is joining.
+    whole: the text of ids that begin and end with a character, if byte_level; filled likewise.
     """
 
     def __init__(
@@ -294,6 +314,7 @@ class _Pieces(dict[int, bytes | None]):
         if not tokenizer.is_fast:
             self._settings["spaces_between_special_tokens"] = spaces_between_special_tokens
         self.byte_level = False
+        self.whole: dict[int, str] = {}
         special = set(tokenizer.all_special_tokens)
         if tokenizer.is_fast:
             from tokenizers import decoders
@@ -343,9 +364,14 @@ class _ByteLevelDetokenizer:
     def push(self, token_ids: list[int]) -> str:
         """Return the text that these tokens complete; an incomplete character waits for its other bytes."""
         pieces = self._pieces
+        alone = len(token_ids) == 1 and not self._incomplete
+        if alone and (text := pieces.whole.get(token_ids[0])) is not None:
+            return text
         data = self._incomplete + b"".join([pieces[token_id] or b"" for token_id in token_ids])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._incomplete = data[used:]
+        if alone and not self._incomplete:
+            pieces.whole[token_ids[0]] = text
         return text
 
     def flush(self) -> str:

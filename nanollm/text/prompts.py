@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+BYTES = (bytes, bytearray, memoryview)  # sequences of integers, but hardly meant as token ids
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -76,7 +77,8 @@ def _read(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> tuple[
         return None, _token_list(prompt), ""
     if unknown := sorted(set(prompt) - _PROMPT_KEYS, key=str):
         raise ValueError(f"unknown prompt field {unknown[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
-    text, salt = prompt.get("prompt"), prompt.get("cache_salt") or ""
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    salt = "" if salt is None else salt
     if not isinstance(salt, str) or (text is not None and not isinstance(text, str)):
         raise ValueError("prompt and cache_salt must be strings")
     if (token_ids := prompt.get("prompt_token_ids")) is not None:
@@ -88,7 +90,7 @@ def _read(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> tuple[
 
 def _token_list(prompt: object) -> Sequence[int]:
     """A prompt of token ids as a list; arrays and tensors are converted."""
-    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+    values = prompt.tolist() if hasattr(prompt, "tolist") and not isinstance(prompt, BYTES) else prompt
+    if isinstance(values, (str, *BYTES)) or not isinstance(values, Sequence):
         raise ValueError(f"a prompt must be a string, a list of token ids or a dict, got {prompt!r}")
     return values

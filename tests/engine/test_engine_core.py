@@ -514,6 +514,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.executor.run_pending()
 
     @rule()
+    def launch_ahead(self) -> None:
+        self.engine.core.launch_ahead()
+        self.engine.check()
+
+    @rule()
     def reset_prefix_cache(self) -> None:
         self.engine.core.reset_prefix_cache()
         assert not self.engine.scheduler.block_manager._cached

@@ -2,12 +2,15 @@
 
 import random
 from array import array
+from collections import Counter
 from itertools import count
 from typing import Any
 
 import pytest
 
 from nanollm.config import EngineConfig
+from nanollm.engine import engine_core, scheduler
+from nanollm.engine.block_manager import BlockManager
 from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
@@ -499,6 +502,23 @@ def test_the_same_requests_give_the_same_plans_again() -> None:
 # Several continuations of a prompt, and what is wanted of its tokens
 
 
+def test_sequences_with_rules_run_in_the_first_rows_only_and_the_others_leave_them_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "MAX_RULED_ROWS", 2)
+    engine = Engine(max_num_seqs=5, num_blocks=200)
+    penalty = {"presence_penalty": 1.0}
+    kinds: list[dict[str, float]] = [{}, {}, {}, penalty, {}, penalty, {}, penalty, penalty]
+    ids = [engine.add([i], max_tokens=20, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
+    engine.step()
+    rows = [engine.sequences[i].row for i in ids]
+    assert sorted(rows[:3]) == [2, 3, 4]  # the others' rows, as long as there are any
+    assert (rows[3:5], rows[5:]) == ([0, 1], [-1] * 4)  # the fifth has taken one, so the next with rules waits
+    while engine.core.has_unfinished:
+        engine.step()  # checks where they are
+    assert all(len(engine.tokens[i]) == 20 for i in ids)
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_continuations_wait_for_the_first_to_plan_the_prompt_and_then_share_it(caching: bool, overlap: bool) -> None:
@@ -517,6 +537,28 @@ def test_continuations_wait_for_the_first_to_plan_the_prompt_and_then_share_it(c
     # Each has noise of its own: here, other tokens.
     assert len({tuple(engine.tokens[seq.request_id]) for seq in sequences}) == 3
     engine.check_result(sequences[0].request_id)
+
+
+def test_continuations_are_validated_once_and_their_prompt_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: calls.update([name]) or function(*args))
+
+    counted(engine_core, "check_token_ids")
+    counted(engine_core, "check_rules")
+    counted(BlockManager, "_hash")
+    engine = Engine(block_size=4)
+    settings = SamplingParams(n=50, temperature=0, seed=0, max_tokens=1)
+    sequences = engine.core.make_sequences(list(range(17)), settings)
+    for seq in sequences:
+        engine.core.add(seq)
+    while engine.core.has_unfinished:
+        engine.core.step()
+    assert calls == {"check_token_ids": 1, "check_rules": 1, "_hash": 4}
+    assert [seq.request_id for seq in sequences] == list(range(50))
+    assert all(seq.num_output_tokens == 1 for seq in sequences)
 
 
 def test_the_others_go_on_when_the_first_continuation_is_aborted_before_it_runs() -> None:

@@ -18,6 +18,7 @@ from nanollm.kernels.prefill_attention import prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanollm.kernels.silu_mul import silu_mul
+from nanollm.kernels.split_matmul import Tiles
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 SHAPES = pytest.mark.parametrize(
@@ -37,6 +38,17 @@ def test_decode_attention(group: int, head_dim: int, block_size: int, dtype: tor
     checks.check_decode_attention(
         EDGES, group=group, num_kv_heads=2, head_dim=head_dim, block_size=block_size, device="cuda", dtype=dtype
     )
+
+
+@SHAPES
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_decode_attention_from_qkv(
+    group: int, head_dim: int, block_size: int, dtype: torch.dtype, qk_norm: bool
+) -> None:
+    checks.check_decode_attention_from_qkv(
+        EDGES, group=group, num_kv_heads=2, head_dim=head_dim, block_size=block_size, qk_norm=qk_norm,
+        device="cuda", dtype=dtype,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
@@ -207,6 +219,14 @@ def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, s
     checks.check_skinny_matmul(
         num_rows, size_in, size_out, norm=norm, gated=gated, residual=residual, device="cuda", dtype=torch.bfloat16
     )
+
+
+@pytest.mark.parametrize("num_rows", [2, 16, 17, 33, 64, 100, 256])
+@pytest.mark.parametrize("shape", [(512, 128), (1024, 4096), (12288, 256)], ids=str)
+def test_split_matmul(num_rows: int, shape: tuple[int, int]) -> None:
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    for tiles in (Tiles(rows, 64, 128, 4, 4, 4), Tiles(rows, 64, 64, 3, 4), Tiles(128, 64, 64, 3, 8, 2)):
+        checks.check_split_matmul(num_rows, *shape, tiles, device="cuda", dtype=torch.bfloat16)
 
 
 def test_public_functions_run_the_kernels_and_can_be_captured() -> None:

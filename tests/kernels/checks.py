@@ -13,7 +13,7 @@ from torch import Tensor
 from nanollm import sampling_params
 from nanollm.kernels.advance_rows import _advance_rows_triton, advance_rows_reference
 from nanollm.kernels.backend import tl, triton
-from nanollm.kernels.decode_attention import Launch, _decode_attention_triton
+from nanollm.kernels.decode_attention import Launch, NewTokens, _decode_attention_triton
 from nanollm.kernels.draw import _draw_triton, draw_reference
 from nanollm.kernels.embedding import _embedding_triton
 from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
@@ -29,6 +29,7 @@ from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_refe
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
+from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
 from nanollm.kernels.threshold import _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
@@ -125,6 +126,38 @@ def check_decode_attention(
     assert torch.equal(kept_BNH[~empty_B], runs[0][~empty_B])
 
 
+def check_decode_attention_from_qkv(
+    context_lens: list[int], launch: Launch | None = None, *, group: int, num_kv_heads: int, head_dim: int,
+    block_size: int, qk_norm: bool, device: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Against its definition in float64, with the projection whole and in parts; padding rows have context 0."""
+    torch.manual_seed(0)
+    k_cache, v_cache, tables_BM = paged_cache(context_lens, block_size, num_kv_heads, head_dim, device, dtype)
+    qkv = randn(len(context_lens), (group + 2) * num_kv_heads * head_dim, device=device, dtype=dtype)
+    lens_B = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    last_B = (lens_B - 1).clamp(min=0).long()
+    slots = tables_BM.gather(1, last_B[:, None] // block_size)[:, 0].long() * block_size + last_B % block_size
+    norms = [randn(head_dim, device=device, dtype=dtype) if qk_norm else None for _ in range(2)]
+    angles = torch.rand(max(context_lens) + 1, head_dim // 2) * 6
+    rope = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    source = NewTokens(*norms, 1e-6, rope, last_B, slots.where(lens_B > 0, -1))
+    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in vars(source).values()]
+    expected_caches = k_cache.double(), v_cache.double()
+    q_BNH = qkv_to_cache_reference(qkv.double(), *wide, *expected_caches)
+    for projection in (qkv, torch.stack((qkv, qkv)).float() / 2):
+        caches = k_cache.clone(), v_cache.clone()
+        out_BNH = torch.full_like(q_BNH, float("nan"), dtype=dtype)
+        _decode_attention_triton(out_BNH, projection, *caches, tables_BM, lens_B, launch, source=source)
+        for ours, expected in zip(caches, expected_caches, strict=True):
+            assert_close(ours.nan_to_num(7.0), expected.nan_to_num(7.0), TOLERANCE[dtype])
+        for row, context in enumerate(context_lens):
+            if context:
+                expected = attention_oracle(q_BNH[row : row + 1], *expected_caches, tables_BM[row], context)
+                assert_close(out_BNH[row : row + 1], expected, 2 * TOLERANCE[dtype])  # q and k are rounded too
+            else:
+                assert not out_BNH[row].any()
+
+
 def check_prefill_attention(
     rows: list[tuple[int, int]], *, group: int, num_kv_heads: int, head_dim: int, block_size: int, device: str,
     dtype: torch.dtype, **options: Any,
@@ -154,6 +187,11 @@ def check_rms_norm(shape: tuple[int, ...], *, add: bool, device: str, dtype: tor
     if add:
         expected, expected_sum = add_rms_norm_reference(x.double(), residual.double(), weight.double(), 1e-6)
         assert_close(summed, expected_sum, TOLERANCE[dtype])
+        parts = randn(3, *shape, device=device, dtype=torch.float32)
+        of_parts = _rms_norm_triton(parts, residual, weight, 1e-6)
+        definition = add_rms_norm_reference(parts.double(), residual.double(), weight.double(), 1e-6)
+        for ours, theirs in zip(of_parts, definition, strict=True):
+            assert_close(ours, theirs, TOLERANCE[dtype])
     else:
         expected = rms_norm_reference(x.double(), weight.double(), 1e-6)
     assert_close(y, expected, TOLERANCE[dtype])
@@ -200,6 +238,9 @@ def check_qkv_to_cache(
     untouched = torch.ones(shape[0] * block_size, dtype=torch.bool)
     untouched[[slot for slot in slots if slot >= 0]] = False
     assert torch.equal(cache.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+    halves, again = torch.stack((qkv, qkv)).float() / 2, before.clone()  # parts that add up to qkv exactly
+    assert torch.equal(q, _qkv_to_cache_triton(halves, *norms, 1e-6, rope, positions, slots_T, again[0], again[1]))
+    assert torch.equal(cache, again)
 
 
 @triton.jit
@@ -424,6 +465,18 @@ def check_skinny_matmul(
     )
     for y in ys:
         assert_close(y, expected, 2 * TOLERANCE[dtype])  # what is normed is rounded too
+
+
+def check_split_matmul(
+    num_rows: int, size_in: int, size_out: int, tiles: Tiles, *, device: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = randn(num_rows, size_in, device=device, dtype=dtype)
+    weight = randn(size_out, size_in, device=device, dtype=dtype) * size_in**-0.5
+    y = _split_matmul_triton(x, weight, tiles)
+    # Parts are float32 sums of products that float32 holds exactly, if dtype is a 16-bit one.
+    tolerance = 1e-5 if tiles.splits > 1 else TOLERANCE[dtype]
+    assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits), tolerance)
 
 
 def check_prepare_decode(num_rows: int, num_columns: int, block_size: int, device: str) -> None:

@@ -26,6 +26,7 @@ from nanollm.kernels import (
     rms_norm,
     silu_mul,
     skinny_matmul,
+    split_matmul,
     threshold,
     tile_stats,
 )
@@ -69,6 +70,10 @@ def launch_attention(head_dim: int, group: int, block_size: int, dtype: torch.dt
     q = torch.zeros(16, 8 * group, head_dim, dtype=dtype)
     tables, ints = torch.zeros(16, 4, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
     decode_attention._decode_attention_triton(q, q, cache, cache, tables, ints[1:])
+    positions, norm = torch.zeros(16, dtype=torch.long), cache[0, 0, 0]
+    source = decode_attention.NewTokens(norm, norm, 1e-6, torch.zeros(64, head_dim), positions, positions)
+    projection = torch.zeros(2, 16, 8 * (group + 2) * head_dim)
+    decode_attention._decode_attention_triton(q, projection, cache, cache, tables, ints[1:], source=source)
     prefill_attention._prefill_attention_triton(q, q, cache, cache, tables, ints, ints[1:])
 
 
@@ -96,6 +101,11 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     matrix = torch.zeros(2048, 3072, dtype=dtype)
     skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
     skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
+    for num_rows in (4, 16, 64):
+        tiles = split_matmul.default_tiles(num_rows, 2048, 3072, 132)
+        assert tiles is not None
+        if tiles.fit(backend.gpu(x.device).shared_bytes):
+            split_matmul._split_matmul_triton(matrix[:num_rows], matrix, tiles)
     cpu, word = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
     for num_ranks, two_shot in ((2, False), (8, False), (8, True)):
         peers = all_reduce.PeerMemory.of(1, [0] * num_ranks, word, 2**24, cpu)

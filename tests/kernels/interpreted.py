@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 
 from nanollm.kernels.all_reduce import PeerMemory, empty_buffers, peer_all_reduce, peer_best_of_ranks
 from nanollm.kernels.decode_attention import Launch
+from nanollm.kernels.split_matmul import Tiles
 from tests.kernels import checks, peers
 
 torch.set_num_threads(1)
@@ -46,6 +47,17 @@ def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
     checks.check_decode_attention(
         [1, 65, 200], Launch(num_splits, min_split=16, tile=16, stages=3, num_warps=4),
         group=2, num_kv_heads=2, head_dim=64, block_size=16, **ON_CPU,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "num_splits", "qk_norm"),
+    [(1, 64, 16, 4, False), (2, 128, 256, 1, True), (3, 80, 1, 4, True), (8, 256, 16, 2, True)],
+)
+def test_decode_attention_from_qkv(group: int, head_dim: int, block_size: int, num_splits: int, qk_norm: bool) -> None:
+    checks.check_decode_attention_from_qkv(
+        [1, 16, 17, 0, 33, 70], Launch(num_splits, min_split=32, tile=16, stages=3, num_warps=4),
+        group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, qk_norm=qk_norm, **ON_CPU,
     )  # fmt: skip
 
 
@@ -158,6 +170,19 @@ def test_ties() -> None:
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1280, 48)])
 def test_skinny_matmul(num_rows: int, norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
     checks.check_skinny_matmul(num_rows, size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tiles"),
+    [
+        (3, Tiles(16, 64, 64, 3, 4, 4)),
+        (20, Tiles(32, 64, 64, 3, 4)),
+        (70, Tiles(64, 64, 128, 3, 4, 2)),
+        (130, Tiles(128, 64, 64, 3, 4, 2)),
+    ],
+)
+def test_split_matmul(num_rows: int, tiles: Tiles) -> None:
+    checks.check_split_matmul(num_rows, 512, 128, tiles, **ON_CPU)
 
 
 @pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (9, 300, 64)])

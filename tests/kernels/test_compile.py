@@ -28,6 +28,7 @@ KERNELS = {
     "_advance_rows_kernel",
     "_one_row_kernel",
     "_skinny_matmul_kernel",
+    "_split_matmul_kernel",
     "_prepare_decode_kernel",
     "_one_shot_kernel",
     "_two_shot_kernel",

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.token_rules import SamplerState
 from nanollm.layers.sampler import Filters, Sampler
 from tests.kernels.checks import make_rules, make_state
+from tests.kernels.test_filters_and_draws import COMBINATIONS, chi_squared_passes, probabilities_of
 
 SIZE = 1000  # 3 ranks have 384, 384 and 232 of these tokens
 NUM_ROWS = 300
@@ -69,20 +71,27 @@ def shard_of(state: SamplerState, start: int, length: int) -> SamplerState:
 
 
 def sample_on(
-    size: int, logits: Tensor, state: SamplerState, filters: Filters, mode: str = "raw_logprobs"
+    size: int,
+    logits: Tensor,
+    state: SamplerState,
+    filters: Filters,
+    mode: str = "raw_logprobs",
+    every: int = 3,
+    num_top: int = 5,
 ) -> list[Any]:
-    """(tokens of two steps, log probabilities of the second) on each rank."""
+    """(tokens of two steps, log probabilities of the second, of every few rows) on each rank."""
     length = vocab_shard_size(logits.shape[1], size)
 
     def run(tp: TPGroup) -> Any:
         start = min(tp.rank * length, logits.shape[1])
         ours = logits[:, start : start + length]
+        vocab = range(start, start + ours.shape[1])
         ours = torch.nn.functional.pad(ours, (0, length - ours.shape[1]), value=float("-inf"))
         last = torch.zeros(len(state.params_RP), dtype=torch.int64)
-        sampler = Sampler(shard_of(state, start, length), last, start, tp, mode)
+        sampler = Sampler(shard_of(state, start, length), last, vocab, tp, mode)
         rows = torch.arange(len(logits))
         first, _ = sampler.sample(ours, rows, rows + 7, filters)
-        second, logprobs = sampler.sample(ours, rows, rows + 8, filters, (rows[::3], 5))
+        second, logprobs = sampler.sample(ours, rows, rows + 8, filters, (rows[::every], num_top))
         assert torch.equal(last[:-1], second)
         return torch.stack((first, second)), logprobs
 
@@ -121,6 +130,34 @@ def test_two_and_three_ranks_choose_what_one_chooses(name: str, rules: bool) -> 
             torch.testing.assert_close(logprobs[:, :7], expected_logprobs[:, :7], rtol=1e-6, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize(("size", "vocab_size"), [(2, 512), (3, 600)])  # of 600 the third rank has 88
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_draws_on_several_ranks_have_the_frequencies_of_the_softmax(name: str, size: int, vocab_size: int) -> None:
+    """20,000 draws, which differ in nothing but their seed."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    columns = {"TEMPERATURE": [1.0], "TOP_K": [0], "TOP_P": [1.0], "MIN_P": [0.0]} | COMBINATIONS[name]
+    state = make_state(20_000, 1, SEED_LOW=list(range(20_000)), **columns)
+    filters = Filters.of(*(values[0] for values in columns.values()))  # type: ignore[arg-type]
+    length = vocab_shard_size(vocab_size, size)
+
+    def run(tp: TPGroup) -> Tensor:
+        vocab = range(vocab_size)[tp.rank * length :][:length]
+        ours = torch.full((1, length), float("-inf"))
+        ours[0, : len(vocab)] = logits[vocab.start : vocab.stop]
+        last = torch.zeros(len(state.params_RP), dtype=torch.int64)
+        sampler = Sampler(state, last, vocab, tp, "raw_logprobs")
+        for rows in torch.arange(20_000).split(2000):  # which fit a cache
+            sampler.sample(ours.expand(len(rows), -1), rows, torch.full_like(rows, 5), filters)
+        return last[:-1]
+
+    first, *others = on_threads(size, run)
+    assert all(torch.equal(first, other) for other in others)
+    expected = probabilities_of(logits.numpy(), columns)
+    assert chi_squared_passes(first, expected)
+    wrong = expected * np.where(np.arange(vocab_size) % 2, 1.2, 1.0)
+    assert not chi_squared_passes(first, wrong / wrong.sum()), "the test could fail"
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_log_probabilities_are_those_of_log_softmax(size: int) -> None:
     torch.manual_seed(0)
@@ -151,6 +188,18 @@ def test_processed_log_probabilities_are_of_what_was_drawn_from(size: int) -> No
             torch.testing.assert_close(found[0, 0], x[tokens[1, 0]], atol=1e-5, rtol=0)
             torch.testing.assert_close(found[0, 2:5], x.topk(3).values, atol=1e-5, rtol=0)
             assert torch.isinf(found[0, 5:7]).all() == mode.startswith("processed")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("vocab_size", [300, 200])  # of 3 ranks the last has 44 tokens, or none
+def test_impossible_tokens_among_the_likeliest_are_tokens_that_exist(size: int, vocab_size: int) -> None:
+    logits = torch.randn(2, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits[1, 3:] = float("-inf")
+    state = make_state(2, vocab_size, TOP_K=[3])
+    for mode in ("processed_logprobs", "processed_logits", "raw_logprobs"):
+        for _, found in sample_on(size, logits, state, Filters.LARGEST, mode, every=1, num_top=vocab_size):
+            assert found[:, 2 : 2 + vocab_size].isfinite().sum(-1).tolist() == [vocab_size if "raw" in mode else 3, 3]
+            assert (found[:, 2 + vocab_size :].sort(-1).values == torch.arange(vocab_size)).all()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from nanollm.layers.activation import GatedMLP
 from nanollm.models.source import ModelSource
-from nanollm.runtime import model_runner
+from nanollm.runtime import kv_cache, model_runner
 
 
 def this_rank() -> int:
@@ -64,7 +64,7 @@ def load_in_small_steps() -> None:
 
 
 def have_little_memory() -> None:
-    model_runner.CPU_CACHE_BYTES = 2**20  # type: ignore[misc]
+    kv_cache.CPU_CACHE_BYTES = 2**20  # type: ignore[misc]
 
 
 def at_call(number: int, act: Callable[[], None]) -> None:

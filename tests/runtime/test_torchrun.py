@@ -59,6 +59,7 @@ def test_every_rank_gets_the_outputs_of_one(model: TinyModel, tmp_path: Path, mo
         )
         assert "prompt 1: prompt token 0 must be from 0 to 299, got 300" in found["invalid"]
         assert "ranks were called with different prompts" in found["different"]
+        assert "prompts can't be an iterator under torchrun" in found["iterator"]
         assert found["closed"] != "none"
     assert "prompt token 0 must be from 0 to 299, got 300" in ranks[0]["invalid on one"]
     assert "ranks were called with different prompts" in ranks[1]["invalid on one"]

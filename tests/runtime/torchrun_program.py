@@ -73,6 +73,7 @@ def collective_calls(model: str) -> dict[str, Any]:
     result["other arguments"] = error_of(start, model, max_num_seqs=8 + RANK)
     with start(model) as llm:
         result |= outputs(llm)
+        result["iterator"] = error_of(llm.generate, iter([[1]]), UNSEEDED)
         result["invalid"] = error_of(llm.generate, [[1], [300]], UNSEEDED)
         result["different"] = error_of(llm.generate, [[1], [2]][: 1 + RANK], UNSEEDED)
         result["invalid on one"] = error_of(llm.generate, [300 - RANK], UNSEEDED)

@@ -1,6 +1,7 @@
 """lm-evaluation-harness's adapters against the server, on a task kept here. Oracle: the offline LLM's own answers.
 
-lm-eval is large, so it is no requirement of the tests: `pip install 'nanollm[eval]'` lets this run.
+lm-eval is large, so `./launch.sh test` adds it only where all tests are run. By hand:
+`pip install -e '.[eval]'`, then `pip install --no-deps lm_eval`.
 """
 
 import json

@@ -113,6 +113,12 @@ def test_bad_messages_are_errors_that_say_what_is_wrong(qwen3, messages, says):
         render_chat(qwen3, messages)
 
 
+@pytest.mark.parametrize("tools", [3, "x", ["x"], {"type": "function"}])
+def test_tools_that_are_no_list_of_schemas_are_refused(qwen3, tools):
+    with pytest.raises(ValueError, match="tools must be a list of JSON schemas, got"):
+        render_chat(qwen3, HELLO, tools=tools)
+
+
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_tensors", "continue_final_message", "messages"])
 def test_arguments_of_apply_chat_template_itself_are_refused(qwen3, name):
     with pytest.raises(ValueError, match=f"{name} can't be passed to the chat template"):

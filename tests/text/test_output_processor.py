@@ -233,6 +233,16 @@ def test_stop_strings_without_a_tokenizer_are_refused():
         OutputProcessor(None).add(1, "1", None, [0], SamplingParams(stop="x"))
 
 
+def test_continuations_that_one_step_extends_are_shown_together(qwen3):
+    processor = OutputProcessor(qwen3)
+    processor.add(1, "1", None, [0], SamplingParams(n=3, stop="c"))
+    (output,), _ = processor.process([EngineOutput(i, [63 + i]) for i in (1, 2)])
+    assert ([c.text for c in output.outputs], output.finished) == (["a", "b", ""], False)
+    (output,), aborts = processor.process([EngineOutput(3, [66]), EngineOutput(1, [66]), EngineOutput(2, [65], "stop")])
+    assert ([c.text for c in output.outputs], output.finished, aborts) == (["a", "bb", ""], True, [3, 1])
+    assert [c.finish_reason for c in output.outputs] == ["stop"] * 3
+
+
 def test_request_id_in_use_is_refused_until_it_finishes(qwen3):
     processor = OutputProcessor(qwen3)
     processor.add(1, "1", None, [0], SamplingParams())
@@ -249,8 +259,7 @@ def test_request_id_in_use_is_refused_until_it_finishes(qwen3):
 def test_what_comes_after_the_end_is_ignored(qwen3):
     processor = OutputProcessor(qwen3)
     processor.add(1, "1", None, [0], SamplingParams(stop="b"))
-    results, aborts = processor.process([EngineOutput(1, [64]), EngineOutput(1, [65]), EngineOutput(1, [66])])
-    assert (texts(results), aborts) == (["a", "a"], [1])
+    assert processor.process([EngineOutput(1, [64]), EngineOutput(1, [65]), EngineOutput(1, [66])])[1] == [1]
     assert processor.process([EngineOutput(1, [67])]) == ([], [])
     assert processor.process([EngineOutput(1, [], "abort")]) == ([], [])
 

