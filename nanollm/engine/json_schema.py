@@ -86,14 +86,13 @@ def check_form(schema: Any, at: str) -> None:
             left.extend(part)
         if not isinstance(part, dict):
             continue
-        types = part.get("type")
-        if isinstance(types, str | list) and any(
-            kind not in _TYPES for kind in [types] * isinstance(types, str) or types
-        ):
-            raise ValueError(f"{at} has type {types!r:.100}: known are {', '.join(_TYPES)}")
+        types = part.get("type", [])
+        types = [types] if isinstance(types, str) else types
+        if isinstance(types, list) and any(kind not in _TYPES for kind in types):
+            raise ValueError(f"{at} has type {part['type']!r:.100}: known are {', '.join(_TYPES)}")
         if isinstance(pattern := part.get("pattern"), str):
-            try:
-                re.compile(re.sub(r"\\[pP]\{\^?\w*\}", "x", pattern).replace("(?<", "(?P<").replace("(?P<=", "(?<="))
+            try:  # what Python spells in another way made its own
+                re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\[pP]\{.*?\}", "x", pattern)))
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{at} has pattern {pattern!r:.100}: {error}") from None
         left.extend(value for name, value in part.items() if name not in ("const", "enum", "default", "examples"))
@@ -318,9 +317,7 @@ def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
             token = f"[{token}]"
         if len(token) > 1 and token[0] == "[":
             token = _written_out(token, at, in_json)
-        elif (
-            in_json and (code := _code(token)) is not None and not _overlap([(code, code)], _JSON_ASCII + _BEYOND_ASCII)
-        ):
+        elif in_json and _is_barred(token):
             raise ValueError(f"{at} has {token}, which JSON escapes and so can't be matched: {pattern!r:.100}")
         prepared.append(token)
     return "".join(prepared)
@@ -350,13 +347,19 @@ def _written_out(token: str, at: str, in_json: bool) -> str:
     return "[" + "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in found) + "]"
 
 
+def _is_barred(token: str) -> bool:
+    """Whether it is a character, or an escape of one, that a JSON string can't hold as it is."""
+    code = _code(token)
+    return code is not None and not _overlap([(code, code)], _JSON_ASCII + _BEYOND_ASCII)
+
+
 def _code(token: str) -> int | None:
     """Of the character that it is, or is an escape of; None if it isn't one."""
     if token[0] != "\\" or len(token) == 1:
         return ord(token) if len(token) == 1 else None
     if len(token) > 2:
         return ord(token[2]) % 32 if token[1] == "c" else int(token[2:], 16)
-    return ord({"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}.get(token[1], token[1]))
+    return ord({"b": "\b", "n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}.get(token[1], token[1]))
 
 
 def _spelled(code: int) -> str:
