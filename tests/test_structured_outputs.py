@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanollm import LLM, SamplingParams
-from nanollm.engine import grammars
+from nanollm.engine import grammars, sequence
 from nanollm.engine.grammars import Grammars
 from nanollm.engine.json_schema import MAX_DEPTH
 from nanollm.sampling_params import MAX_GRAMMAR_CHARS
@@ -424,6 +424,12 @@ def test_a_grammar_that_takes_long_is_refused_and_others_are_not(monkeypatch: py
     with pytest.raises(ValueError, match=r"structured_outputs.json takes over 0.2 s to compile"):
         long.result()
     assert time.monotonic() - start < 2
+
+
+def test_a_grammar_that_is_slow_to_follow_ends_its_own_request(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    monkeypatch.setattr(sequence, "MATCH_SECONDS", -1.0)
+    slow, free = outputs(llm, [ask({"grammar": 'root ::= root root | "a"'}), DRAWN])
+    assert (slow.finish_reason, len(slow.token_ids)) == ("error", 1) and free.finish_reason != "error"
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens, its blocks, and how far it has been computed."""
 
+import time
 from array import array
 from collections.abc import Sequence as AbstractSequence
 from numbers import Integral
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
     from nanollm.engine.grammars import Grammar
+
+
+# What a token may take of the CPU to be followed through a grammar: a very ambiguous one would hold up all requests.
+MATCH_SECONDS = 0.1
 
 
 def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array[int]":
@@ -163,5 +168,9 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", self.stop_token_ids[token_id]
         elif len(self.token_ids) >= self.max_tokens_total:
             self.finish_reason = "length"
-        elif self.matcher is not None and not self.matcher.accept_token(token_id):
-            raise RuntimeError(f"token {token_id} was sampled against its mask")
+        elif self.matcher is not None:
+            start = time.thread_time()
+            if not self.matcher.accept_token(token_id):
+                raise RuntimeError(f"token {token_id} was sampled against its mask")
+            if time.thread_time() - start > MATCH_SECONDS:
+                self.finish_reason = "error"
