@@ -79,6 +79,8 @@ class Rank:
             self.model: Any = Qwen3ForCausalLM(config, TPGroup(), MAX_MODEL_LEN)
         torch.set_default_dtype(torch.float32)
         heads = HeadPartition(config.num_heads, config.num_kv_heads, tp=1, rank=0)
+        shape = (config.head_dim, BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
+        attention.use_attention_backend(self.model, attention.attention_backend("torch", heads, *shape))
         bind_kv_cache(self.model, allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE, config, heads, torch.bfloat16, META))
         self.steps = Steps(self.model, META)
 
