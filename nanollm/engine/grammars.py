@@ -140,8 +140,9 @@ class Grammars:
         try:
             compiled = self._compile(grammar)
         except BaseException as error:  # of any kind: somebody waits
-            is_ours = isinstance(error, ValueError)
-            self._refuse(key, grammar, error if is_ours else ValueError(f"structured_outputs can't be had: {error!r}"))
+            if not isinstance(error, ValueError):
+                error = ValueError(f"structured_outputs can't be had: {error!r}")
+            self._refuse(key, grammar, error)
             return
         with self._lock:
             grammar.num_bytes = compiled.memory_size_bytes
