@@ -337,6 +337,7 @@ def test_logits_that_leave_no_token_end_one_request(llm: LLM) -> None:
     nothing = replace(DRAWN, logits_processors=[lambda _, logits_V: logits_V - float("inf")])
     found = outputs(llm, [nothing, DRAWN, ask({"regex": "a{3}"}, bad_words=["a"])])
     assert [completion.finish_reason for completion in found] == ["error", found[1].finish_reason, "error"]
+    assert found[0].stop_reason is None and "other settings leave no token" in found[2].stop_reason
     assert found[1].token_ids == outputs(llm, DRAWN)[0].token_ids
 
 
@@ -349,6 +350,24 @@ def test_a_processor_that_fails_is_an_error_and_the_engine_goes_on(llm: LLM) -> 
     with pytest.raises(ValueError, match=r"shape \(300,\)"):
         outputs(llm, replace(DRAWN, logits_processors=[lambda _, logits_V: logits_V[:5]]))
     assert outputs(llm, ask({"choice": ["a"]}))[0].text == "a"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_processor_that_fails_ends_nobody_elses_request(model: TinyModel, overlap: bool) -> None:
+    def fails_later(token_ids: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+        if len(token_ids) == 3:
+            raise KeyError("mine")
+        return logits_V
+
+    with model.llm(overlap=overlap) as llm:
+        expected = outputs(llm, DRAWN)[0].token_ids
+        stream = llm.generate_stream([[5, 6, 7]], DRAWN)  # holds what another thread would
+        next(stream)
+        with pytest.raises(KeyError, match="mine"):
+            outputs(llm, [replace(DRAWN, n=2, logits_processors=[fails_later]), DRAWN])
+        *_, last = stream
+        assert last.outputs[0].token_ids == expected
+        assert llm.get_stats().num_running == 0
 
 
 # What is refused
@@ -464,6 +483,7 @@ def test_a_grammar_that_is_slow_to_follow_ends_its_own_request(monkeypatch: pyte
     monkeypatch.setattr(sequence, "MATCH_SECONDS", -1.0)
     slow, free = outputs(llm, [ask({"grammar": 'root ::= root root | "a"'}), DRAWN])
     assert (slow.finish_reason, len(slow.token_ids)) == ("error", 1) and free.finish_reason != "error"
+    assert slow.stop_reason == "structured_outputs is too ambiguous: make it simpler"
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
