@@ -91,7 +91,7 @@ def split_matmul_reference(x_MD: Tensor, weight_OD: Tensor, splits: int) -> Tens
     return torch.stack([F.linear(x_Md, weight_Od) for x_Md, weight_Od in parts])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _split_matmul_kernel(
     y_SMO,
     x_MD,

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.sampler import Sampler
 from nanollm.models.qwen3 import Qwen3ForCausalLM
+from nanollm.runtime.cuda_graphs import capturing
 from nanollm.runtime.rows import RowState, StepShape, count_decodes
 from nanollm.runtime.step_plan import EMPTY, StepPlan
 
@@ -87,12 +88,19 @@ class MixedSteps:
         raw = self._rows.to_device(np.flatnonzero(plan.targets < 0))
         return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
+    def launch_all(self, largest: StepPlan) -> None:
+        """Launch every kernel that steps may need: for any number of rows, and those of the largest step."""
+        self.run(largest)
+        self._seen.clear()
+        for padded in {padded_length(n) for n in range(1, min(self._max_rows, self._max_padded) + 1)}:
+            if padded <= self._max_padded:
+                num_rows = min(self._max_rows, padded)
+                self._forward_nothing(StepShape(padded, num_rows, num_rows, 2 * self._max_rows))
+
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""
-        shape = self._largest
-        self._packed.copy_(self._rows.to_device(self._rows.pack(_NOTHING, shape)))
-        self._forward(self._packed, shape)
-        self._capture(shape)
+        self._forward_nothing(self._largest)
+        self._capture(self._largest)
 
     def forget(self) -> None:
         """Drop all captured graphs and their memory."""
@@ -127,13 +135,18 @@ class MixedSteps:
 
     def _capture(self, shape: StepShape) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        torch.cuda.empty_cache()
+        with capturing(self._pool) as graph:
             hidden = self._forward(self._packed[: sum(shape.lengths)], shape)
             given = (hidden.residual_TD, hidden.pending_TD)
             kept = [None if x is None else to.copy_(x) for x, to in zip(given, self._hidden, strict=True)]
             hidden = replace(hidden, residual_TD=kept[0], pending_TD=kept[1])
         self._graphs[shape] = graph, hidden
+
+    def _forward_nothing(self, shape: StepShape) -> None:
+        """A step of padding."""
+        packed = self._rows.pack(_NOTHING, shape)
+        self._forward(self._packed[: len(packed)].copy_(self._rows.to_device(packed)), shape)
 
     def _forward(self, packed: Tensor, shape: StepShape) -> Hidden:
         return self._model.hidden(self._rows.unpack(packed, shape))
