@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from workload import Workload
+from workload import Workload, default_model_here
 
 # Token ids of each prompt, and how many tokens to generate for each; returns how many there were.
 Generate = Callable[[list[list[int]], list[int]], list[int]]
@@ -297,12 +297,10 @@ def main() -> None:
 
 def job_for_ours(args: argparse.Namespace, directory: Path) -> Job:
     """The work. directory: gets the config.json of a named shape, which other engines don't know."""
-    from nanollm.cli import default_model
     from nanollm.config import NAMED_SHAPES
     from nanollm.models.source import resolve_model
-    from nanollm.runtime.executor import resolve_device
 
-    model = args.model or ("qwen3-0.6b" if resolve_device("auto").type == "cuda" else default_model())
+    model = args.model or default_model_here()
     dummy = model.lower() in NAMED_SHAPES
     source = resolve_model(model, load_format="dummy" if dummy else "auto")
     if dummy:

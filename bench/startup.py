@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from workload import default_model_here
+
 PROMPT_LEN = 512
 # Packages that a first token has no need of.
 SPARED = ("transformers", "torch._dynamo", "torch._inductor")
@@ -169,13 +171,6 @@ def main() -> None:
         args.json.write_text(json.dumps(about | {"seconds": report, "runs": kinds}, indent=2) + "\n")
     if args.png:
         draw(args.png, report, Path(model).name)
-
-
-def default_model_here() -> str:
-    from nanollm.cli import default_model
-    from nanollm.runtime.executor import resolve_device
-
-    return "qwen3-0.6b" if resolve_device("auto").type == "cuda" else default_model()
 
 
 def draw(path: Path, report: dict[str, dict[str, float]], title: str) -> None:

@@ -1,6 +1,7 @@
 """StepPlan: everything a rank must know to run one step, as int32 arrays; NumPy only."""
 
 from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,15 +75,16 @@ class StepPlan:
     def unpack(packed: Int32, step: int) -> "StepPlan":
         """The inverse of pack. ValueError if the array is not a whole plan, or not that of `step`."""
         start = 3 + len(_ARRAYS)
-        if len(packed) < start or packed[0] != _MAGIC or packed[1] != len(packed):
-            raise ValueError(f"not a step plan: {len(packed)} words, header {packed[:3].tolist()}")
-        lengths = packed[3:start]
-        if lengths.min() < 0 or start + int(lengths.sum(dtype=np.int64)) != len(packed):
-            raise ValueError(f"step plan of {len(packed)} words has arrays of {lengths.tolist()} words")
-        if packed[2] != step:
-            raise ValueError(f"step plan {packed[2]} arrived where {step} was expected")
-        ends = start + np.cumsum(lengths)
-        return StepPlan(step, *(packed[end - n : end] for n, end in zip(lengths, ends, strict=True)))
+        header = packed[:start].tolist()  # Python's integers are the faster ones for so few
+        if len(header) < start or header[:2] != [_MAGIC, len(packed)]:
+            raise ValueError(f"not a step plan: {len(packed)} words, header {header[:3]}")
+        lengths = header[3:]
+        if min(lengths) < 0 or start + sum(lengths) != len(packed):
+            raise ValueError(f"step plan of {len(packed)} words has arrays of {lengths} words")
+        if header[2] != step:
+            raise ValueError(f"step plan {header[2]} arrived where {step} was expected")
+        ends = accumulate(lengths, initial=start)
+        return StepPlan(step, *(packed[first:end] for first, end in pairwise(ends)))
 
 
 _ARRAYS = [f.name for f in fields(StepPlan) if f.name != "step"]
