@@ -1,4 +1,5 @@
 """Kernels compiled before they are needed, all at once. Triton alone compiles what is launched, one after another."""
+# mypy: allow-untyped-defs
 
 import os
 import threading
@@ -12,6 +13,27 @@ import torch
 from nanollm.kernels.backend import HAS_TRITON, triton
 
 _one_at_a_time = threading.Lock()
+
+
+@triton.jit
+def _nothing_kernel():
+    pass
+
+
+def start_compiler(device: torch.device) -> threading.Thread:
+    """Have Triton get ready while something else happens; join the thread before the first launch.
+
+    Triton hashes its own libraries, and with an empty cache builds its access to the driver: half a second and more.
+    """
+
+    def compile_nothing() -> None:
+        if device.type == "cuda" and HAS_TRITON:
+            torch.cuda.set_device(device)
+            _nothing_kernel.warmup(grid=(1,))
+
+    thread = threading.Thread(target=compile_nothing, daemon=True)
+    thread.start()
+    return thread
 
 
 class _Loader:

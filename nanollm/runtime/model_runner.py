@@ -11,7 +11,7 @@ from torch import Tensor
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
+from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing, start_compiler
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
 from nanollm.layers.sampler import Sampler
 from nanollm.models.loader import load_weights
@@ -88,6 +88,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, model_config, device)
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.heads = HeadPartition(model_config.num_heads, model_config.num_kv_heads, tp.size, tp.rank)
+        compiler = start_compiler(device)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -120,6 +121,7 @@ class ModelRunner:
             bind_kv_cache(self.model, small_cache)
         with compiling_in_parallel(device, tp.size):
             if on_gpu:
+                compiler.join()
                 self._compile(largest)
             self._load_weights(source, check)
         sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share the CPU; or a GPU, in tests

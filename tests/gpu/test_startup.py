@@ -16,10 +16,10 @@ import json, random, threading
 from triton import knobs
 from nanollm import LLM, SamplingParams
 
-compiled = {"nanollm-compile": [], "MainThread": []}
+compiled = {}  # by thread
 
 def listen(src, **about):
-    compiled[threading.current_thread().name.split("_")[0]].append(src.name)
+    compiled.setdefault(threading.current_thread().name, []).append(src.name)
 
 knobs.compilation.listener = listen
 llm = LLM("qwen3-0.6b", load_format="dummy", hf_overrides={"num_hidden_layers": 3}, max_num_seqs=40, num_kv_blocks=999)
@@ -40,5 +40,5 @@ def test_steps_compile_nothing(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr[-5_000:]
     compiled = json.loads(run.stdout.splitlines()[-1])
-    assert compiled["MainThread"] == []
-    assert len(compiled["nanollm-compile"]) > 30
+    assert "MainThread" not in compiled
+    assert sum(len(names) for thread, names in compiled.items() if thread.startswith("nanollm-compile")) > 30
