@@ -47,6 +47,8 @@ def decode_plan(step: int, num_rows: int) -> StepPlan:
         rules=EMPTY,
         num_logprobs_L=EMPTY,
         targets=EMPTY,
+        masked=EMPTY,
+        processed=EMPTY,
     )
 
 

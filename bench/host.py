@@ -63,7 +63,8 @@ class FakeExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         if self.decode.takes(plan):
-            self.decode.run(plan)
+            logits_r, sample = self.decode.forward(plan)
+            sample(logits_r)
         else:
             self.rows.start(plan)
         self._pending.append(len(plan.sampled_rows_S))

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import copies_of, randn, time_call
 from tqdm import tqdm
 
 from nanollm.config import NAMED_SHAPES
@@ -84,6 +83,8 @@ def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
 
 def measure(size_out: int, size_in: int, num_rows: int) -> tuple[float, dict[Tiles, float]]:
     """Microseconds of the library's matmul with the norm that follows, and of each candidate's."""
+    from kernels import copies_of, randn, time_call  # needs Triton
+
     copies = copies_of(size_out * size_in * 2)
     weights, xs = [randn(size_out, size_in) for _ in range(copies)], [randn(num_rows, size_in) for _ in range(copies)]
     residual, norm = randn(num_rows, size_out), randn(size_out)

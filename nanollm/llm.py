@@ -17,6 +17,7 @@ from tqdm import tqdm
 from nanollm.config import GPU_BLOCK_SIZE, EngineConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.follower_core import FollowerCore
+from nanollm.engine.grammars import Grammars
 from nanollm.engine.sequence import Sequence as EngineSequence
 from nanollm.models.source import ModelSource, resolve_model
 from nanollm.outputs import EngineOutput, RequestOutput, pack_outputs
@@ -51,13 +52,23 @@ def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, M
     return config, source, device
 
 
-def start_engine(config: EngineConfig, source: ModelSource, device: "torch.device") -> tuple[Executor, EngineCore]:
+def find_tokenizer(config: EngineConfig, source: ModelSource) -> "PreTrainedTokenizerBase | None":
+    """The model's tokenizer, or the one that was given; None if there is none, or none is wanted."""
+    where = config.tokenizer or source.path
+    if where is None or config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(where, revision=config.revision)
+
+
+def start_engine(
+    config: EngineConfig, source: ModelSource, device: "torch.device", grammars: Grammars
+) -> tuple[Executor, EngineCore]:
     """Start all ranks and load the model; this process is rank 0."""
     executor = Executor(config, source, device)
     overlap = device.type != "cpu" if config.overlap is None else config.overlap
     name = os.path.basename(config.model) if os.path.exists(config.model) else config.model
     logger.info("%s: %s", name, executor.runner.describe())
-    return executor, EngineCore(config, source.config, executor, overlap)
+    return executor, EngineCore(config, source.config, executor, overlap, grammars)
 
 
 @dataclass
@@ -66,6 +77,14 @@ class _Request:
 
     sequences: list[EngineSequence]  # the n continuations
     prompt: str | None
+
+    def await_grammar(self, index: int) -> None:
+        """Return once it is compiled, if there is one; nobody is held up who runs steps. ValueError if it is bad."""
+        try:
+            if (grammar := self.sequences[0].grammar) is not None:
+                grammar.result()
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
 
 
 class LLM:
@@ -83,18 +102,16 @@ class LLM:
         self.config, source, device = find_engine(model, kwargs)
         self.model_config = source.config
         self._generation_config = source.generation_config if self.config.generation_config == "auto" else {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        where = self.config.tokenizer or source.path
-        if where is not None and not self.config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(where, revision=self.config.revision)
+        self.tokenizer = tokenizer = find_tokenizer(self.config, source)
+        grammars = Grammars(lambda: tokenizer, source.config)
         world = torchrun_world()
         self._executor: Executor | Follower
         self._engine: EngineCore
         if world is not None and world[0] > 0:
             self._executor = Follower(self.config, source, *follow_torchrun(self.config, device))
-            self._engine = FollowerCore(self.config, source.config, self._executor)
+            self._engine = FollowerCore(self.config, source.config, self._executor, grammars)
         else:
-            self._executor, self._engine = start_engine(self.config, source, device)
+            self._executor, self._engine = start_engine(self.config, source, device, grammars)
         self.max_model_len = self._engine.scheduler.max_model_len
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
@@ -148,7 +165,9 @@ class LLM:
 
         def prepare(index: int, prompt: Prompt, params: SamplingParams) -> _Request:
             with self._lock:
-                return self._prepare_one(prompt, params, index, False)
+                request = self._prepare_one(prompt, params, index, False)
+            request.await_grammar(index)
+            return request
 
         return (prepare(index, *pair) for index, pair in enumerate(pairs))
 
@@ -275,10 +294,13 @@ class LLM:
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
             )
         with self._lock:
-            return [
+            requests = [
                 self._prepare_one(prompt, params, index, all_logits)
                 for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
             ]
+        for index, request in enumerate(requests):
+            request.await_grammar(index)
+        return requests
 
     def _prepare_on_all_ranks(self, make_prompts: Callable[[], Any], sampling_params: Params) -> list[_Request]:
         """_prepare, and under torchrun make sure that every rank was given the same; if one raises, all do."""

@@ -48,7 +48,7 @@ class EngineOutput(msgspec.Struct, array_like=True, gc=False):
     It may cross processes as msgpack.
 
     finish_reason: None while running, then "stop" (EOS or a stop token), "length", "abort", or "error" if the model
-        left no token to choose.
+        left no token to choose, or the grammar is too ambiguous to follow.
     stop_reason: the stop token id that ended it; None for EOS, as in vLLM.
     logprobs: of the new tokens, if they were asked for. prompt_logprobs: of the second prompt token and on, likewise,
         with the first token.

@@ -1,15 +1,22 @@
 """One request inside the engine: its tokens, its blocks, and how far it has been computed."""
 
+import time
 from array import array
 from collections.abc import Sequence as AbstractSequence
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanollm.outputs import RequestMetrics, TokenLogprobs
 from nanollm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+
+    from nanollm.engine.grammars import Grammar
+
+
+# What a token may take of the CPU to be followed through a grammar: a very ambiguous one would hold up all requests.
+MATCH_SECONDS = 0.1
 
 
 def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array[int]":
@@ -51,10 +58,12 @@ class Sequence:
         "ends",
         "finish_reason",
         "first_miss",
+        "grammar",
         "in_flight",
         "leader",
         "logits",
         "logprobs",
+        "matcher",
         "max_tokens_total",
         "metrics",
         "num_cached_tokens",
@@ -127,6 +136,8 @@ class Sequence:
         self.prefix_epoch = -1
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
+        self.grammar: Grammar | None = None
+        self.matcher: Any = None  # xgrammar.GrammarMatcher: what may follow the output so far
         self.logits: list[torch.Tensor] = []
         self.logprobs: list[TokenLogprobs] = []  # of the newest token
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on
@@ -157,3 +168,9 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", self.stop_token_ids[token_id]
         elif len(self.token_ids) >= self.max_tokens_total:
             self.finish_reason = "length"
+        elif self.matcher is not None:
+            start = time.thread_time()
+            if not self.matcher.accept_token(token_id):
+                raise RuntimeError(f"token {token_id} was sampled against its mask")
+            if time.thread_time() - start > MATCH_SECONDS:
+                self.finish_reason = "error"

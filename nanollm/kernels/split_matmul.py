@@ -65,7 +65,9 @@ def default_tiles(num_rows: int, size_out: int, size_in: int, num_sms: int) -> T
     if num_rows > 64 or size_out // 64 >= num_sms:
         return None
     splits = 1
-    while splits < 8 and size_out // 64 * splits < num_sms and size_in // splits >= 1024:
+    while (
+        splits < 8 and size_out // 64 * splits < num_sms and size_in // splits >= 1024 and not size_in % (256 * splits)
+    ):
         splits *= 2
     tiles = Tiles(max(num_rows, 16), 64, 128, 4, 4, splits)
     return tiles if tiles.suit(size_out, size_in) else None

@@ -3,7 +3,7 @@ and one with them."""
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,9 +95,10 @@ class DecodeSteps:
             and np.array_equal(plan.sampled_rows_S, plan.row_ids_B)
         )
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Queue the step; returns its token ids, int64 [B], good until the next step is queued, and log probabilities
-        as of Sampler.token_logprobs, if any row wants them."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None]]]:
+        """Queue the step up to its logits. Returns them, [B, V_r] and padding, good until the next step is queued; and
+        what queues sampling, given these or others in their place: it returns token ids, int64 [B], good as long, and
+        log probabilities as of Sampler.token_logprobs, if any row wants them."""
         num_rows = len(plan.row_ids_B)
         size = self._size_for[num_rows]
         self._turn = (self._turn + 1) % _STAGING
@@ -124,13 +125,20 @@ class DecodeSteps:
             self._forward(size)
         else:
             graphs.forward.replay()
-        # What few steps have is not captured: log probabilities, and filters that other ranks must hear of.
-        if graphs is None or filters not in graphs.samples or len(plan.num_logprobs_L):
-            ids_B, logprobs = self._sample(size, filters, self._rows.wanted_logprobs(plan, slice(None)))
-            return ids_B[:num_rows], logprobs
-        sampling, ids_B = graphs.samples[filters]
-        sampling.replay()
-        return ids_B[:num_rows], None
+        logits_r = self._logits_r[:size]
+
+        def sample(given_r: Tensor) -> tuple[Tensor, Tensor | None]:
+            # What few steps have is not captured: log probabilities, filters that other ranks must hear of, and logits
+            # that the host changed.
+            is_captured = graphs is not None and filters in graphs.samples and given_r is logits_r
+            if graphs is None or not is_captured or len(plan.num_logprobs_L):
+                ids_B, logprobs = self._sample(given_r, filters, self._rows.wanted_logprobs(plan, slice(None)))
+                return ids_B[:num_rows], logprobs
+            sampling, ids_B = graphs.samples[filters]
+            sampling.replay()
+            return ids_B[:num_rows], None
+
+        return logits_r, sample
 
     def graphs_for(self, num_rows: int) -> _Graphs | None:
         """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
@@ -139,7 +147,7 @@ class DecodeSteps:
     def launch_all(self) -> None:
         """Launch every kernel that steps may need, whatever their number of rows and filters."""
         for filters in Filters:  # first, for theirs take the longest to compile
-            self._sample(1, filters)
+            self._sample(self._logits_r[:1], filters)
         for size in sorted(set(self._size_for), reverse=True):
             self._forward(size)
 
@@ -156,9 +164,9 @@ class DecodeSteps:
                 self._forward(size)
             graphs = _Graphs(forward, {})
             for filters in (Filters.NONE, Filters.ALL) if self._sampler.tp.size == 1 else (Filters.NONE,):
-                self._sample(size, filters)
+                self._sample(self._logits_r[:size], filters)
                 with capturing(self._pool) as sampling:
-                    ids_B, _ = self._sample(size, filters)
+                    ids_B, _ = self._sample(self._logits_r[:size], filters)
                 graphs.samples[filters] = sampling, ids_B
             if Filters.ALL in graphs.samples:  # on one rank it makes no difference
                 graphs.samples[Filters.LARGEST] = graphs.samples[Filters.ALL]
@@ -188,7 +196,7 @@ class DecodeSteps:
         self._model.lm_head(self._model.hidden(batch), out=self._logits_r[:size])
 
     def _sample(
-        self, size: int, filters: Filters = Filters.NONE, logprobs: tuple[Tensor, int] | None = None
+        self, logits_r: Tensor, filters: Filters = Filters.NONE, logprobs: tuple[Tensor, int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        inputs = self._inputs.first(size)
-        return self._sampler.sample(self._logits_r[:size], inputs.rows_B, inputs.sample_positions_B, filters, logprobs)
+        inputs = self._inputs.first(len(logits_r))
+        return self._sampler.sample(logits_r, inputs.rows_B, inputs.sample_positions_B, filters, logprobs)

@@ -1,5 +1,6 @@
 """Steps with prompt chunks: kernel by kernel, or as one CUDA graph for each shape that comes again."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from nanollm.runtime.step_plan import EMPTY, StepPlan
 
 MAX_GRAPHS = 48
 _MIN_PADDED = 1024
-_NOTHING = StepPlan(0, *[EMPTY] * 16)
+_NOTHING = StepPlan(0, *[EMPTY] * 18)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -63,23 +64,27 @@ class MixedSteps:
         self._seen: set[StepShape] = set()
         self._pool: Any = None
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queue the step. Returns (ids int64 [S], log probabilities as of Sampler.token_logprobs if any row wants them,
-        float32 logits [rows, V] of the other rows that want those, if any)."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]]:
+        """Queue the step up to its logits. Returns those of the rows that sample, [S, V_r]; and what queues the rest,
+        given these or others in their place. It returns (ids int64 [S], log probabilities as of Sampler.token_logprobs
+        if any row wants them, float32 logits [rows, V] of the other rows that want those, if any)."""
         self._rows.start(plan)
         shape = self._shape(plan)
         packed = self._rows.to_device(self._rows.pack(plan, shape))
         hidden = self._replay(packed, shape) if shape.num_tokens <= self._max_padded else self._forward(packed, shape)
         logits_r = self._model.lm_head(hidden.rows(slice(len(plan.logit_rows_L))))
+        sampled_r, others_r = logits_r.tensor_split([len(plan.sampled_rows_S)])
+        return sampled_r, lambda given_r: self._sample(plan, given_r, others_r)
+
+    def _sample(
+        self, plan: StepPlan, sampled_r: Tensor, others_r: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         num_sampled = len(plan.sampled_rows_S)
-        wanted = self._rows.wanted_logprobs(plan, slice(num_sampled))
         rows_S, positions_S = self._rows.sampled(plan)
-        ids_S, logprobs = self._sampler.sample(
-            logits_r[:num_sampled], rows_S, positions_S, self._rows.filters(plan), wanted
-        )
+        wanted = self._rows.wanted_logprobs(plan, slice(num_sampled))
+        ids_S, logprobs = self._sampler.sample(sampled_r, rows_S, positions_S, self._rows.filters(plan), wanted)
         if not len(plan.targets):
             return ids_S, logprobs, None
-        others_r = logits_r[num_sampled:]
         if (wanted := self._rows.wanted_logprobs(plan, slice(num_sampled, None))) is not None:
             index_L, num_top = wanted
             targets_L = self._rows.to_device(plan.targets.astype(np.int64))[index_L]
@@ -90,7 +95,8 @@ class MixedSteps:
 
     def launch_all(self, largest: StepPlan) -> None:
         """Launch every kernel that steps may need: for any number of rows, and those of the largest step."""
-        self.run(largest)
+        logits_r, sample = self.forward(largest)
+        sample(logits_r)
         self._seen.clear()
         for padded in {padded_length(n) for n in range(1, min(self._max_rows, self._max_padded) + 1)}:
             if padded <= self._max_padded:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from nanollm.runtime.kv_cache import (
 )
 from nanollm.runtime.mixed_steps import MAX_GRAPHS, MixedSteps, longest_padded
 from nanollm.runtime.rows import RowState
-from nanollm.runtime.step_plan import EMPTY, StepPlan, StepResult
+from nanollm.runtime.step_plan import EMPTY, SamplePlan, StepPlan, StepResult
 
 _POLL_SECONDS = 20e-6
 _CHECK_SECONDS = 0.05
@@ -51,23 +52,37 @@ class PendingResult:
 
         check is called now and then, and may raise. TimeoutError after `timeout` seconds.
         """
-        start = checked = time.monotonic()
-        while self.done is not None and not self.done.query():
-            time.sleep(_POLL_SECONDS)
-            if (now := time.monotonic()) - checked > _CHECK_SECONDS:
-                check()
-                checked = now
-                if now - start > timeout:
-                    raise TimeoutError(f"a step took more than step_timeout = {timeout:g} s")
+        _wait(self.done, timeout, check)
         logprobs = [] if self.logprobs is None else self.logprobs.tolist()
         return StepResult(self.ids_S.tolist(), self.logits, list(map(_token_logprobs, logprobs, self.num_top)))
+
+
+@dataclass
+class WaitingStep:
+    """A step whose sampling waits for a SamplePlan. logits_r: of its sampled rows. sample: queues it, given logits.
+
+    gathered: on rank 0, whole logits of plan.processed on their way to the host, float32, there once `done`.
+    """
+
+    plan: StepPlan
+    logits_r: Tensor
+    sample: Callable[[Tensor], tuple[Any, ...]]
+    gathered: Tensor | None
+    done: torch.cuda.Event | None
+
+    def wait(self, timeout: float, check: Callable[[], None] = lambda: None) -> Tensor:
+        """The gathered logits; as PendingResult.wait."""
+        assert self.gathered is not None
+        _wait(self.done, timeout, check)
+        return self.gathered
 
 
 class ModelRunner:
     """Runs one rank's share of every step.
 
     Loads the weights and finds out how many KV blocks fit here: max_kv_blocks. After allocate_kv_cache, with what fits
-    on every rank, it executes plans in order: launch() returns when the work is queued on the device.
+    on every rank, it executes plans in order: launch() returns when the work is queued on the device. A step that waits
+    for a SamplePlan is sampled by sample(), before the next is launched.
     check is called between tensors and while waiting for the device during start-up, and may raise.
     """
 
@@ -197,6 +212,8 @@ class ModelRunner:
             rules=EMPTY,
             num_logprobs_L=EMPTY,
             targets=EMPTY,
+            masked=EMPTY,
+            processed=EMPTY,
         )
         return plan, cache
 
@@ -228,9 +245,43 @@ class ModelRunner:
         return used + (len(self.captured) + MAX_GRAPHS) * _BYTES_PER_GRAPH
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingResult:
-        """Queue one step on the device: forward, then sample, then the copy of its tokens to the host."""
-        ids_S, logprobs, logits = (*self.decode.run(plan), None) if self.decode.takes(plan) else self.mixed.run(plan)
+    def launch(self, plan: StepPlan) -> PendingResult | WaitingStep:
+        """Queue one step on the device: forward, then, unless it has to wait, what sample() does."""
+        steps: DecodeSteps | MixedSteps = self.decode if self.decode.takes(plan) else self.mixed
+        logits_r, sample = steps.forward(plan)
+        if not plan.waits:
+            return self._bring(plan, *sample(logits_r))
+        gathered = done = None
+        if len(plan.processed):
+            gathered = self.model.lm_head.gather(logits_r[self.rows.to_device(plan.processed.astype(np.int64))])
+            if self.device.type == "cuda":
+                gathered, done = _to_host(gathered), torch.cuda.Event()
+                done.record()
+        return WaitingStep(plan, logits_r, sample, gathered, done)
+
+    @torch.inference_mode()
+    def sample(self, step: WaitingStep, plan: SamplePlan) -> PendingResult:
+        """Queue the sampling, then the copy of its tokens to the host. plan: this rank's share of it."""
+        if len(plan.masks):
+            self.rows.set_masks(step.plan, plan.masks)
+        logits_r = step.logits_r
+        if len(plan.logits):
+            index = self.rows.to_device(step.plan.processed.astype(np.int64))
+            given = self.rows.to_device(plan.logits.view(np.float32).reshape(len(index), -1))
+            logits_r = logits_r.float()
+            num_real = self.model.lm_head.num_rows
+            logits_r[index, :num_real] = given[:, :num_real]
+        return self._bring(step.plan, *step.sample(logits_r))
+
+    def share(self, plan: SamplePlan, step: StepPlan, rank: int) -> SamplePlan:
+        """What of a SamplePlan concerns this rank."""
+        num_words = len(self.model.lm_head.weight) // 32
+        words = slice(rank * num_words, (rank + 1) * num_words)
+        return plan.share(words, len(step.masked), len(step.processed))
+
+    def _bring(
+        self, plan: StepPlan, ids_S: Tensor, logprobs: Tensor | None, logits: Tensor | None = None
+    ) -> PendingResult:
         num_top = plan.num_logprobs_L[plan.num_logprobs_L >= 0].tolist()
         if self.device.type == "cpu":
             return PendingResult(ids_S, logprobs, num_top, logits, None)
@@ -252,6 +303,17 @@ def store_by_columns(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.t().contiguous().t()
+
+
+def _wait(done: torch.cuda.Event | None, timeout: float, check: Callable[[], None]) -> None:
+    start = checked = time.monotonic()
+    while done is not None and not done.query():
+        time.sleep(_POLL_SECONDS)
+        if (now := time.monotonic()) - checked > _CHECK_SECONDS:
+            check()
+            checked = now
+            if now - start > timeout:
+                raise TimeoutError(f"a step took more than step_timeout = {timeout:g} s")
 
 
 def _to_host(x: Tensor) -> Tensor:

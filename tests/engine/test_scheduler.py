@@ -171,6 +171,8 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "rules": [],
         "num_logprobs_L": [],
         "targets": [],
+        "masked": [],
+        "processed": [],
     }
     assert arrays() == {
         "step": 1,
@@ -190,6 +192,8 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "rules": [],
         "num_logprobs_L": [],
         "targets": [],
+        "masked": [],
+        "processed": [],
     }
     assert arrays() == {
         "step": 2,
@@ -209,6 +213,8 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "rules": [],
         "num_logprobs_L": [],
         "targets": [],
+        "masked": [],
+        "processed": [],
     }
 
 

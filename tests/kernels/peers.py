@@ -69,8 +69,8 @@ class Inputs:
             return Inputs(-values, ids, None, None)  # many equal ones, -0.0 too
         x = randn(num_ranks, call.num_rows, call.size)
         if call.special:
-            where = torch.randint(0, x.numel(), (40,), generator=generator, device=device)
-            x.view(-1)[where] = torch.tensor(SPECIAL * 6, device=device)[:40].to(x.dtype)
+            where = torch.randperm(x.numel(), generator=generator, device=device)[:40]  # none twice: all ranks agree
+            x.view(-1)[where] = torch.tensor(SPECIAL * 6, device=device)[: len(where)].to(x.dtype)
             x[:, 0, :3], x[:, 0, 3:6] = -0.0, SENTINEL_32
         residual = randn(call.num_rows, call.size) if call.add else None
         return Inputs(x, x, residual, randn(call.size) if call.norm else None)

@@ -66,7 +66,7 @@ def prompt(row: int, length: int) -> StepPlan:
     zero, row_id = np.zeros(1, np.int32), np.array([row], np.int32)
     return StepPlan(
         0, row_id, zero + length, zero, zero, np.zeros(length, np.int32), row_id, zero, zero + 1, zero,
-        zero + length - 1, row_id, *[EMPTY] * 5,
+        zero + length - 1, row_id, *[EMPTY] * 7,
     )  # fmt: skip
 
 
@@ -90,9 +90,10 @@ def main() -> None:
     for size in (1, 2, 3, 4, 8, 16, 24, 32, 40):
         runner.decode._forward(size)
         for filters in Filters:
-            runner.decode._sample(size, filters)
+            runner.decode._sample(runner.decode._logits_r[:size], filters)
     for row, length in enumerate((64, 1, 2, 7, 16, 30, 48)):
-        runner.mixed.run(prompt(row, length))
+        logits_r, sample = runner.mixed.forward(prompt(row, length))
+        sample(logits_r)
     print(json.dumps([early, meanwhile, late, launched]))
 
 
