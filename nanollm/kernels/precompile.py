@@ -87,8 +87,8 @@ def launching_nothing() -> Iterator[None]:
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             warmup = warmup or threading.get_ident() == caller
             kernel = run(self, *args, grid=grid, warmup=warmup, **options)
-            if isinstance(kernel, triton.FutureKernel) and kernel.future.done():
-                kernel.result(ignore_errors=True)  # the next launch finds it sooner
+            if hasattr(kernel, "future") and kernel.future.done():
+                kernel.result(ignore_errors=True)  # it is compiled already: the next launch finds it sooner
             return kernel
 
         triton.JITFunction.run = compile_only

@@ -98,7 +98,7 @@ class MixedSteps:
         logits_r, sample = self.forward(largest)
         sample(logits_r)
         self._seen.clear()
-        for padded in {padded_length(n) for n in range(1, min(self._max_rows, self._max_padded) + 1)}:
+        for padded in {padded_length(n) for n in range(1, self._max_rows + 1)}:
             if padded <= self._max_padded:
                 num_rows = min(self._max_rows, padded)
                 self._forward_nothing(StepShape(padded, num_rows, num_rows, 2 * self._max_rows))
