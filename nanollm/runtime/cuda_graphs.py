@@ -146,7 +146,7 @@ class DecodeSteps:
 
     def launch_all(self) -> None:
         """Launch every kernel that steps may need, whatever their number of rows and filters."""
-        for filters in Filters:  # first, for theirs take the longest to compile
+        for filters in Filters:  # first, for theirs take long to compile
             self._sample(self._logits_r[:1], filters)
         for size in sorted(set(self._size_for), reverse=True):
             self._forward(size)

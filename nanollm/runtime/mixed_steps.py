@@ -94,14 +94,17 @@ class MixedSteps:
         return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
     def launch_all(self, largest: StepPlan) -> None:
-        """Launch every kernel that steps may need: for any number of rows, and those of the largest step."""
+        """Launch every kernel that steps may need: those of the largest one, and of sizes by powers of two, which kernels
+        differ by."""
         logits_r, sample = self.forward(largest)
         sample(logits_r)
         self._seen.clear()
-        for padded in {padded_length(n) for n in range(1, self._max_rows + 1)}:
-            if padded <= self._max_padded:
-                num_rows = min(self._max_rows, padded)
-                self._forward_nothing(StepShape(padded, num_rows, num_rows, 2 * self._max_rows))
+        # Padded steps have as many rows as tokens, if there may be so many; longer ones have those that they have.
+        size = 1 if largest.num_tokens > self._max_padded else padded_length(1)
+        while padded_length(size) <= self._max_padded:
+            num_rows = min(self._max_rows, size)
+            self._forward_nothing(StepShape(padded_length(size), num_rows, num_rows, 2 * self._max_rows))
+            size *= 2
 
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""

@@ -180,8 +180,8 @@ class ModelRunner:
         decoder.layers = layers[:2]  # the first one has nothing before it to add up; the others are as the second
         try:
             with launching_nothing():
-                self.decode.launch_all()
                 self.mixed.launch_all(largest)
+                self.decode.launch_all()
         finally:
             decoder.layers = layers
 

@@ -62,11 +62,14 @@ def pretend() -> None:
                     setattr(module, patched, value)
 
 
-def prompt(row: int, length: int) -> StepPlan:
-    zero, row_id = np.zeros(1, np.int32), np.array([row], np.int32)
+def step(lengths: list[int]) -> StepPlan:
+    """Every row computes so many tokens, in a new block, and samples."""
+    counts = np.array(lengths, np.int32)
+    rows, ones = np.arange(len(counts), dtype=np.int32), np.ones_like(counts)
+    zeros, ends = ones - 1, counts.cumsum(dtype=np.int32)
     return StepPlan(
-        0, row_id, zero + length, zero, zero, np.zeros(length, np.int32), row_id, zero, zero + 1, zero,
-        zero + length - 1, row_id, *[EMPTY] * 7,
+        0, rows, counts, zeros, zeros, np.zeros(ends[-1], np.int32), rows, zeros, ones, zeros, ends - 1, rows,
+        *[EMPTY] * 7,
     )  # fmt: skip
 
 
@@ -74,14 +77,14 @@ def prompt(row: int, length: int) -> StepPlan:
 def main() -> None:
     shape = {"num_hidden_layers": 3, "vocab_size": 3000}
     config = EngineConfig.from_args(
-        "qwen3-0.6b", dtype="bfloat16", block_size=64, num_kv_blocks=4, max_num_seqs=40, max_num_batched_tokens=64
+        "qwen3-0.6b", dtype="bfloat16", block_size=64, num_kv_blocks=4, max_num_seqs=40, max_num_batched_tokens=512
     )
     source = resolve_model("qwen3-0.6b", load_format="dummy", hf_overrides=shape)
     runner = ModelRunner(config, source, TPGroup(), torch.device("cpu"))
     pretend()
     use_attention_backend(runner.model, Attention.backend)
     runner.decode = DecodeSteps(runner.model, runner.rows, runner.decode._sampler, 40, capture_sizes(40))
-    runner.mixed = MixedSteps(runner.model, runner.rows, runner.decode._sampler, 40, 64, capture=False)
+    runner.mixed = MixedSteps(runner.model, runner.rows, runner.decode._sampler, 40, 256, capture=False)
     plan, cache = runner._largest_step()
     bind_kv_cache(runner.model, cache)
     with compiling_in_parallel(torch.device("cuda", 0), 1):
@@ -91,8 +94,9 @@ def main() -> None:
         runner.decode._forward(size)
         for filters in Filters:
             runner.decode._sample(runner.decode._logits_r[:size], filters)
-    for row, length in enumerate((64, 1, 2, 7, 16, 30, 48)):
-        logits_r, sample = runner.mixed.forward(prompt(row, length))
+    lengths = [[1], [2], [7], [16], [30], [100], [200], [512], [1, 1, 9], [1] * 20 + [7], [1] * 39 + [300]]
+    for plan in map(step, [*lengths, *([1] * n + [300] for n in (1, 2, 3, 5, 8, 13))]):
+        logits_r, sample = runner.mixed.forward(plan)
         sample(logits_r)
     print(json.dumps([early, meanwhile, late, launched]))
 
