@@ -94,8 +94,7 @@ class MixedSteps:
         return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
     def launch_all(self, largest: StepPlan) -> None:
-        """Launch every kernel that steps may need: those of the largest one, and of sizes by powers of two, which kernels
-        differ by."""
+        """Launch every kernel that steps may need: the largest one's, and those of each power of two."""
         logits_r, sample = self.forward(largest)
         sample(logits_r)
         self._seen.clear()
