@@ -60,7 +60,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
-    logits_processors: list[Any] | None = None
+    logits_processors: list[Any] | None = None  # to be refused by name, since functions can't come
 
     @property
     def include_usage(self) -> bool:
