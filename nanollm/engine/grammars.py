@@ -1,5 +1,6 @@
 """Structured output: grammars compiled off the step's path, and which tokens they allow next. Through xgrammar."""
 
+import atexit
 import json
 import os
 import threading
@@ -24,12 +25,23 @@ COMPILE_SECONDS = 10.0  # after which a grammar is refused
 CACHE_BYTES = 256 << 20
 _THREADS = 4
 _MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
+_is_exiting = threading.Event()
 _XGRAMMAR = "0.2.9"
 # Kinds of expression in a serialized grammar, as that version has it: kind, number of words, words.
 _CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
 # What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
 _ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
 _JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
+
+
+@atexit.register
+def await_threads() -> None:
+    """Give what is being compiled its time: a thread whose grammar is done while the interpreter ends aborts it."""
+    _is_exiting.set()
+    end = time.monotonic() + COMPILE_SECONDS
+    for thread in threading.enumerate():
+        if thread.name == "nanollm-grammar":
+            thread.join(max(end - time.monotonic(), 0))
 
 
 class Grammar:
@@ -113,7 +125,7 @@ class Grammars:
         """Have what is queued compiled, each in a thread that is left alone when it takes too long."""
         while True:
             with self._lock:
-                if not self._queue:
+                if not self._queue or _is_exiting.is_set():
                     self._num_workers -= 1
                     return
                 key, grammar = self._queue.popleft()
