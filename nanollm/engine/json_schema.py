@@ -62,9 +62,9 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _ESCAPED = "dDwWsSnrtfv0"  # letters and digits after a backslash; xgrammar would match others as they are
-# Where a $ref may lead: to what is prepared as a schema, under the same name.
+# Where a $ref may lead: to what is prepared as a schema, under the same name. (%2F is a / to xgrammar.)
 _REFERENCE = re.compile(
-    r"#(/(\$defs|definitions|properties)/[^/]*|/items|/additionalProperties|/(anyOf|prefixItems)/\d+)*"
+    r"#(/(\$defs|definitions|properties)/([^/%]|%(?!2[fF]))*|/items|/additionalProperties|/(anyOf|prefixItems)/\d+)*"
 )
 # Ranges of characters, both ends included.
 _SHORTHANDS = {"d": [(48, 57)], "w": [(48, 57), (65, 90), (95, 95), (97, 122)], "s": [(9, 13), (32, 32)]}
