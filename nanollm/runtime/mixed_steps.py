@@ -12,11 +12,10 @@ from nanollm.layers.hidden import Hidden
 from nanollm.layers.sampler import Sampler
 from nanollm.models.qwen3 import Qwen3ForCausalLM
 from nanollm.runtime.rows import RowState, StepShape, count_decodes
-from nanollm.runtime.step_plan import EMPTY, StepPlan
+from nanollm.runtime.step_plan import StepPlan
 
 MAX_GRAPHS = 48
 _MIN_PADDED = 1024
-_NOTHING = StepPlan(0, *[EMPTY] * 18)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -95,7 +94,7 @@ class MixedSteps:
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""
         shape = self._largest
-        self._packed.copy_(self._rows.to_device(self._rows.pack(_NOTHING, shape)))
+        self._packed.copy_(self._rows.to_device(self._rows.pack(StepPlan.empty(0), shape)))
         self._forward(self._packed, shape)
         self._capture(shape)
 

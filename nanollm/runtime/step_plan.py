@@ -44,6 +44,11 @@ class _Plan:
         return cls(step, *(packed[end - n : end] for n, end in zip(lengths, ends, strict=True)))
 
     @classmethod
+    def empty(cls: type[_P], step: int) -> _P:
+        """A plan with nothing in its arrays."""
+        return cls(step, *[EMPTY] * len(cls._names()))
+
+    @classmethod
     def _names(cls) -> list[str]:
         return [f.name for f in fields(cls) if f.name != "step"]
 
