@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, overload
 
 from tqdm import tqdm
@@ -73,6 +74,33 @@ def start_engine(
     name = os.path.basename(config.model) if os.path.exists(config.model) else config.model
     logger.info("%s: %s", name, executor.runner.describe())
     return executor, EngineCore(config, source.config, executor, overlap, grammars)
+
+
+_num_runs = 0  # that want the heap frozen
+
+
+def over_a_frozen_heap(run: Callable[..., Generator[Any, None, None]]) -> Callable[..., Generator[Any, None, None]]:
+    """Decorates a generator: while it runs, garbage collections don't go through what was there before it.
+
+    That would hold steps up by 0.15 s. A program that froze the heap itself is left alone.
+    """
+
+    @wraps(run)
+    def frozen(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+        global _num_runs
+        if gc.get_freeze_count() and not _num_runs:
+            yield from run(*args, **kwargs)
+            return
+        gc.freeze()
+        _num_runs += 1
+        try:
+            yield from run(*args, **kwargs)
+        finally:
+            _num_runs -= 1
+            if not _num_runs:
+                gc.unfreeze()
+
+    return frozen
 
 
 @dataclass
@@ -349,6 +377,7 @@ class LLM:
             raise ValueError(f"prompt {index}: {error}") from None
         return _Request(sequences, prepared.text)
 
+    @over_a_frozen_heap
     def _run(
         self, requests: Iterator[_Request], *, stream: bool | None, lazily: bool = False
     ) -> Generator[tuple[int, Any], None, None]:
@@ -365,7 +394,6 @@ class LLM:
         room, span = (factor * self.config.num_rows if lazily else sys.maxsize for factor in (2, 16))
         num_taken, has_more = 0, True
         error: Exception | None = None
-        gc.freeze()  # a collection then doesn't go through all there was before, which would hold steps up by 0.15 s
         try:
             while unfinished or has_more:
                 while has_more and len(unfinished) < room and num_taken - next(iter(unfinished), num_taken) < span:
@@ -399,7 +427,6 @@ class LLM:
             if error is not None:
                 raise error
         finally:
-            gc.unfreeze()
             self._abandoned.extend(index_of)
             with self._exclusive():
                 pass

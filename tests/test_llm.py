@@ -1,6 +1,7 @@
 """The offline API at its edges: inputs, errors, streaming, threads, closing."""
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -525,3 +526,19 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(tiny: Any, llm: LLM, tem
 def test_one_message_without_its_list_is_named(llm: LLM) -> None:
     with pytest.raises(ValueError, match="messages must be a list of messages"):
         llm.chat({"role": "user", "content": "x"})  # type: ignore[arg-type]
+
+
+def test_collections_do_not_hold_steps_up_and_the_heap_is_as_it_was_afterwards(llm: LLM) -> None:
+    gc.unfreeze()
+    first, second = (llm.generate_stream([[1, 2, 3]], SamplingParams(max_tokens=4)) for _ in range(2))
+    next(first)
+    assert gc.get_freeze_count() > 10_000
+    next(second)
+    list(first)
+    assert gc.get_freeze_count() > 10_000  # the second still runs
+    list(second)
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert gc.get_freeze_count()  # the program's own
+    gc.unfreeze()

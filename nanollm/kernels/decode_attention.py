@@ -117,7 +117,7 @@ def _combine(
 
 @triton.jit
 def _rotated_heads(
-    qkv_PBX,
+    qkv_ZBX,
     start,
     inside,
     part_stride,
@@ -134,8 +134,8 @@ def _rotated_heads(
     dim_H = tl.arange(0, HEAD_TILE)
     is_first_H = dim_H < HALF
     other_H = tl.where(is_first_H, dim_H + HALF, dim_H - HALF)  # that rope pairs it with
-    x = load_parts(qkv_PBX, start + dim_H[None, :], inside, part_stride, PARTS)
-    other = load_parts(qkv_PBX, start + other_H[None, :], inside, part_stride, PARTS)
+    x = load_parts(qkv_ZBX, start + dim_H[None, :], inside, part_stride, PARTS)
+    other = load_parts(qkv_ZBX, start + other_H[None, :], inside, part_stride, PARTS)
     if QK_NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x *= scale * tl.load(norm_H + dim_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)[None, :]

@@ -44,9 +44,11 @@ PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
 
 @dataclass
 class SamplerState:
-    """What the sampler remembers of each of R rows, on the device; the last row is scratch, for padding. All int32.
+    """What the sampler remembers of each of R rows, on the device. All int32.
 
-    params_RP: the columns of nanollm.sampling_params. words_RV: of the tokens of this rank's share of the vocabulary.
+    params_RP: the columns of nanollm.sampling_params; the last row is scratch, for padding. The others may have fewer
+        rows, and are read only where the column RULES says so.
+    words_RV: of the tokens of this rank's share of the vocabulary.
     slots_R3S: bias and bans of NUM_SLOTS slots, zeros in NO_SLOT. last_RH: the BAD_PREFIX tokens sampled last, oldest
         first, -2 for none.
     bad_words_RWN: [R, MAX_BAD_WORDS, 1 + BAD_PREFIX]: slot of the last token (0 for no word), then the tokens before

@@ -1,8 +1,10 @@
 """Decode steps, captured and replayed: per batch size a CUDA graph for forward, and for sampling one without filters
 and one with them."""
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,27 @@ _STAGING = 4  # host buffers in turn: more than the steps that may be in flight
 def capture_sizes(max_rows: int) -> list[int]:
     """Batch sizes that are captured: 1, 2, 4, 8, 16, 24 …, and always max_rows."""
     return sorted({*(n for n in (1, 2, 4) if n < max_rows), *range(8, max_rows, 8), max_rows})
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # one for all captures, since libraries keep a workspace for each
+
+
+@contextmanager
+def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what is launched inside. pool: of torch.cuda.graph_pool_handle().
+
+    torch.cuda.graph would empty PyTorch's cache of memory each time, which takes longer than to capture a small step:
+    empty it once, before the first.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
 
 
 @dataclass
@@ -121,21 +144,28 @@ class DecodeSteps:
         """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
         return self._graphs.get(self._size_for[num_rows])
 
+    def launch_all(self) -> None:
+        """Launch every kernel that steps may need, whatever their number of rows and filters."""
+        for filters in Filters:  # first, for theirs take long to compile
+            self._sample(self._logits_r[:1], filters)
+        for size in sorted(set(self._size_for), reverse=True):
+            self._forward(size)
+
     def capture(self, sizes: list[int]) -> float:
         """Capture these sizes, largest first; returns the seconds it took. Every rank does so in the same order."""
         start = time.monotonic()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
         for size in sorted(sizes, reverse=True):
             self._words.fill_(-1)  # every row padding
             self._words[:, COMPUTED] = 0
-            graphs = _Graphs(torch.cuda.CUDAGraph(), {})
-            self._forward(size)  # compiles kernels and sets libraries up, which capture can't
-            with torch.cuda.graph(graphs.forward, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(size)  # sets libraries up, which capture can't
+            with capturing(self._pool) as forward:
                 self._forward(size)
+            graphs = _Graphs(forward, {})
             for filters in (Filters.NONE, Filters.ALL) if self._sampler.tp.size == 1 else (Filters.NONE,):
                 self._sample(self._logits_r[:size], filters)
-                sampling = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(sampling, pool=self._pool, capture_error_mode="thread_local"):
+                with capturing(self._pool) as sampling:
                     ids_B, _ = self._sample(self._logits_r[:size], filters)
                 graphs.samples[filters] = sampling, ids_B
             if Filters.ALL in graphs.samples:  # on one rank it makes no difference

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.sampler import Sampler
 from nanollm.models.qwen3 import Qwen3ForCausalLM
+from nanollm.runtime.cuda_graphs import capturing
 from nanollm.runtime.rows import RowState, StepShape, count_decodes
 from nanollm.runtime.step_plan import StepPlan
 
@@ -91,12 +92,22 @@ class MixedSteps:
         raw = self._rows.to_device(np.flatnonzero(plan.targets < 0))
         return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
+    def launch_all(self, largest: StepPlan) -> None:
+        """Launch every kernel that steps may need: the largest one's, and those of each power of two."""
+        logits_r, sample = self.forward(largest)
+        sample(logits_r)
+        self._seen.clear()
+        # Padded steps have as many rows as tokens, if there may be so many; longer ones have those that they have.
+        size = 1 if largest.num_tokens > self._max_padded else padded_length(1)
+        while padded_length(size) <= self._max_padded:
+            num_rows = min(self._max_rows, size)
+            self._forward_nothing(StepShape(padded_length(size), num_rows, num_rows, 2 * self._max_rows))
+            size *= 2
+
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""
-        shape = self._largest
-        self._packed.copy_(self._rows.to_device(self._rows.pack(StepPlan.empty(0), shape)))
-        self._forward(self._packed, shape)
-        self._capture(shape)
+        self._forward_nothing(self._largest)
+        self._capture(self._largest)
 
     def forget(self) -> None:
         """Drop all captured graphs and their memory."""
@@ -131,13 +142,18 @@ class MixedSteps:
 
     def _capture(self, shape: StepShape) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        torch.cuda.empty_cache()
+        with capturing(self._pool) as graph:
             hidden = self._forward(self._packed[: sum(shape.lengths)], shape)
             given = (hidden.residual_TD, hidden.pending_TD)
             kept = [None if x is None else to.copy_(x) for x, to in zip(given, self._hidden, strict=True)]
             hidden = replace(hidden, residual_TD=kept[0], pending_TD=kept[1])
         self._graphs[shape] = graph, hidden
+
+    def _forward_nothing(self, shape: StepShape) -> None:
+        """A step of padding."""
+        packed = self._rows.pack(StepPlan.empty(0), shape)
+        self._forward(self._packed[: len(packed)].copy_(self._rows.to_device(packed)), shape)
 
     def _forward(self, packed: Tensor, shape: StepShape) -> Hidden:
         return self._model.hidden(self._rows.unpack(packed, shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing, start_compiler
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
 from nanollm.layers.sampler import Sampler
 from nanollm.models.loader import load_weights
@@ -102,6 +103,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, model_config, device)
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.heads = HeadPartition(model_config.num_heads, model_config.num_kv_heads, tp.size, tp.rank)
+        compiler = start_compiler(device)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -109,12 +111,6 @@ class ModelRunner:
                 self.model = import_model(source.model_class)(model_config, tp, self.max_model_len)
         finally:
             torch.set_default_dtype(default_dtype)
-        shapes = {part.name: part.shape for part in self.model.tensor_parts()}
-        checkpoint = source.open_checkpoint(shapes, seed=config.seed, dtype=self.dtype, device=device)
-        load_weights(self.model, checkpoint, show_progress=tp.rank == 0, check=check)
-        checkpoint.close()
-        if device.type == "cpu" and self.dtype == torch.float32:
-            store_by_columns(self.model)
         num_rows = config.num_rows
         head = self.model.lm_head
         vocab = range(head.start, head.start + len(head.weight))
@@ -135,12 +131,21 @@ class ModelRunner:
         layer_weights = sum(parameter.numel() for parameter in self.model.model.layers[0].parameters())
         max_padded = longest_padded(layer_weights, config.max_num_batched_tokens) if on_gpu else 0
         self.mixed = MixedSteps(self.model, self.rows, sampler, num_rows, max_padded, capture=capture)
+        if device.type == "cuda":
+            largest, small_cache = self._largest_step()
+            bind_kv_cache(self.model, small_cache)
+        with compiling_in_parallel(device, tp.size):
+            if on_gpu:
+                compiler.join()
+                self._compile(largest)
+            self._load_weights(source, check)
         sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share the CPU; or a GPU, in tests
         available = available_cpu_bytes(config, sharing)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            cache_bytes = self._profile(num_rows, check)
-            available = available_gpu_bytes(config, device, sharing) + cache_bytes - self._graph_bytes()
+            self.launch(largest).wait(config.step_timeout, check)  # so that memory statistics know its peak
+            # The real cache takes the place of the small one.
+            available = available_gpu_bytes(config, device, sharing) + small_cache.nbytes - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
 
@@ -159,17 +164,34 @@ class ModelRunner:
             with torch.inference_mode():
                 self.capture_seconds = self.decode.capture(self.captured)
 
-    def _profile(self, num_rows: int, check: Callable[[], None]) -> int:
-        """Run the largest step there can be on a small cache, so that memory statistics know its peak.
+    def _load_weights(self, source: ModelSource, check: Callable[[], None]) -> None:
+        shapes = {part.name: part.shape for part in self.model.tensor_parts()}
+        checkpoint = source.open_checkpoint(shapes, seed=self._config.seed, dtype=self.dtype, device=self.device)
+        load_weights(self.model, checkpoint, show_progress=self.tp.rank == 0, check=check)
+        checkpoint.close()
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            store_by_columns(self.model)
 
-        Returns the bytes of that cache, which the real one replaces.
-        """
+    @torch.inference_mode()
+    def _compile(self, largest: StepPlan) -> None:
+        """Go through every kind of step without computing it, so that its kernels compile while the weights load."""
+        decoder = self.model.model
+        layers = decoder.layers
+        decoder.layers = layers[:2]  # the first one has nothing before it to add up; the others are as the second
+        try:
+            with launching_nothing():
+                self.mixed.launch_all(largest)
+                self.decode.launch_all()
+        finally:
+            decoder.layers = layers
+
+    def _largest_step(self) -> tuple[StepPlan, Tensor]:
+        """The largest step there can be, and a cache that holds just that, for as long as there is no other."""
         config = self._config
         length = min(config.max_num_batched_tokens, self.max_model_len)
-        num_rows = min(max(config.max_num_batched_tokens // length, 1), num_rows)
+        num_rows = min(max(config.max_num_batched_tokens // length, 1), config.num_rows)
         num_blocks = -(-length // self.block_size)
         cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
-        bind_kv_cache(self.model, cache)
         rows, zeros = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)
         logit_rows = np.arange(min(config.max_num_seqs, num_rows * length), dtype=np.int32)
         plan = replace(
@@ -186,8 +208,7 @@ class ModelRunner:
             logit_rows_L=logit_rows,
             sampled_rows_S=np.resize(rows, len(logit_rows)),
         )
-        self.launch(plan).wait(config.step_timeout, check)
-        return cache.nbytes
+        return plan, cache
 
     def describe(self) -> str:
         """One line for the log: what runs, how, and how much fits."""

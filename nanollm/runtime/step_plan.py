@@ -1,6 +1,7 @@
 """StepPlan: what a rank must know to run one step, as int32 arrays; SamplePlan: what some wait for; NumPy only."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -25,32 +26,29 @@ class _Plan:
 
     def pack(self) -> Int32:
         """One int32 array: magic, total length, step, the length of each array, then the arrays."""
-        arrays = [getattr(self, name) for name in self._names()]
+        _, *arrays = vars(self).values()  # in the order of the fields
         header = [_MAGIC, 3 + len(arrays) + sum(map(len, arrays)), self.step, *map(len, arrays)]
         return np.concatenate([np.array(header, np.int32), *arrays])
 
     @classmethod
     def unpack(cls: type[_P], packed: Int32, step: int) -> _P:
         """The inverse of pack. ValueError if the array is not a whole plan, or not that of `step`."""
-        start = 3 + len(cls._names())
-        if len(packed) < start or packed[0] != _MAGIC or packed[1] != len(packed):
-            raise ValueError(f"not a step plan: {len(packed)} words, header {packed[:3].tolist()}")
-        lengths = packed[3:start]
-        if lengths.min() < 0 or start + int(lengths.sum(dtype=np.int64)) != len(packed):
-            raise ValueError(f"step plan of {len(packed)} words has arrays of {lengths.tolist()} words")
-        if packed[2] != step:
-            raise ValueError(f"step plan {packed[2]} arrived where {step} was expected")
-        ends = start + np.cumsum(lengths)
-        return cls(step, *(packed[end - n : end] for n, end in zip(lengths, ends, strict=True)))
+        start = 2 + len(cls.__match_args__)
+        header = packed[:start].tolist()  # Python's integers are the faster ones for so few
+        if len(header) < start or header[:2] != [_MAGIC, len(packed)]:
+            raise ValueError(f"not a step plan: {len(packed)} words, header {header[:3]}")
+        lengths = header[3:]
+        if min(lengths) < 0 or start + sum(lengths) != len(packed):
+            raise ValueError(f"step plan of {len(packed)} words has arrays of {lengths} words")
+        if header[2] != step:
+            raise ValueError(f"step plan {header[2]} arrived where {step} was expected")
+        ends = accumulate(lengths, initial=start)
+        return cls(step, *(packed[first:end] for first, end in pairwise(ends)))
 
     @classmethod
     def empty(cls: type[_P], step: int) -> _P:
         """A plan with nothing in its arrays."""
-        return cls(step, *[EMPTY] * len(cls._names()))
-
-    @classmethod
-    def _names(cls) -> list[str]:
-        return [f.name for f in fields(cls) if f.name != "step"]
+        return cls(step, *[EMPTY] * (len(cls.__match_args__) - 1))
 
 
 @dataclass

@@ -1,18 +1,23 @@
 """The table of matmul cuts: what is in it can run, and it is about the shapes that layers have."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.tune import split_shapes
 from nanollm.config import NAMED_SHAPES, ModelConfig
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels import split_matmul
 from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, default_tiles
 from nanollm.layers.linear import MergedColumnParallelLinear
 from nanollm.models.qwen3 import Qwen3ForCausalLM
+from tests.bench.test_throughput import ROOT
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(ROOT / "bench"))  # as for a script there
+from tune import split_shapes
 
 TABLES = sorted(Path(split_matmul.__file__).with_name("tuned").glob("*.json"))
 SHARED_BYTES = {"NVIDIA_H200": 227 * 1024}

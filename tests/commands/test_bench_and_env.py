@@ -27,7 +27,7 @@ def test_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_benchmark_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "troughput"]) == 2
-    assert "there is no benchmark 'troughput'; there are all_reduce, cpu," in capsys.readouterr().err
+    assert "there is no benchmark 'troughput'; there are all_reduce, compare," in capsys.readouterr().err
 
 
 def test_a_benchmark_gets_its_arguments() -> None:
