@@ -479,6 +479,9 @@ class LLM:
             with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
                 outputs = self._engine.step()
                 self._engine.launch_ahead()
+                failures, self._engine.failures = self._engine.failures, []
+                if failures and isinstance(executor, Executor) and executor.has_followers:
+                    raise failures[0][1]
                 if isinstance(executor, Executor) and executor.has_followers:
                     executor.send_outputs(pack_outputs(outputs))
                 results, aborts = self._processor.process(outputs)
@@ -490,6 +493,8 @@ class LLM:
                     mailbox.append(output)
             for request_id in aborts:
                 self._engine.abort(request_id)
+            for request_id, problem in failures:
+                self._mailboxes[request_id].append(problem)
         except BaseException as error:
             self._deliver_error(error)
 

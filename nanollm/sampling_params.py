@@ -171,8 +171,8 @@ class SamplingParams:
         where that is complete, so ignore_eos and min_tokens are refused beside it. If other bans leave no token that
         fits, the request ends with finish_reason "error".
     logits_processors: functions (ids of the tokens generated so far, float32 logits [V] on the CPU) -> logits, called
-        one after another at each token, before anything else is done to the logits. For experiments with LLM: every
-        step of the batch waits for them.
+        one after another at each token, before anything else is done to the logits. If one raises, so does its
+        own request. For experiments with LLM: every step of the batch waits for them.
 
     Raises ValueError, naming the field, the value and the range, for anything else.
     """

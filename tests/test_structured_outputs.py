@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanollm import LLM, SamplingParams
 from nanollm.engine import grammars, sequence
-from nanollm.engine.grammars import Grammars
+from nanollm.engine.grammars import Grammar, Grammars
 from nanollm.engine.json_schema import MAX_DEPTH
 from nanollm.sampling_params import MAX_GRAMMAR_CHARS
 from tests.conftest import DEVICE, TinyModel, random_prompt
@@ -336,6 +337,7 @@ def test_logits_that_leave_no_token_end_one_request(llm: LLM) -> None:
     nothing = replace(DRAWN, logits_processors=[lambda _, logits_V: logits_V - float("inf")])
     found = outputs(llm, [nothing, DRAWN, ask({"regex": "a{3}"}, bad_words=["a"])])
     assert [completion.finish_reason for completion in found] == ["error", found[1].finish_reason, "error"]
+    assert found[0].stop_reason is None and "other settings leave no token" in found[2].stop_reason
     assert found[1].token_ids == outputs(llm, DRAWN)[0].token_ids
 
 
@@ -348,6 +350,24 @@ def test_a_processor_that_fails_is_an_error_and_the_engine_goes_on(llm: LLM) -> 
     with pytest.raises(ValueError, match=r"shape \(300,\)"):
         outputs(llm, replace(DRAWN, logits_processors=[lambda _, logits_V: logits_V[:5]]))
     assert outputs(llm, ask({"choice": ["a"]}))[0].text == "a"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_processor_that_fails_ends_nobody_elses_request(model: TinyModel, overlap: bool) -> None:
+    def fails_later(token_ids: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+        if len(token_ids) == 3:
+            raise KeyError("mine")
+        return logits_V
+
+    with model.llm(overlap=overlap) as llm:
+        expected = outputs(llm, DRAWN)[0].token_ids
+        stream = llm.generate_stream([[5, 6, 7]], DRAWN)  # holds what another thread would
+        next(stream)
+        with pytest.raises(KeyError, match="mine"):
+            outputs(llm, [replace(DRAWN, n=2, logits_processors=[fails_later]), DRAWN])
+        *_, last = stream
+        assert last.outputs[0].token_ids == expected
+        assert llm.get_stats().num_running == 0
 
 
 # What is refused
@@ -412,24 +432,62 @@ def test_it_needs_a_tokenizer_and_processors_need_functions(model: TinyModel) ->
 # The compiler
 
 
-def test_a_grammar_that_takes_long_is_refused_and_others_are_not(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    made = Grammars(lambda: llm.tokenizer, llm.model_config)
-    made.compile(ask({"regex": "a"}).structured_outputs).result()
+def test_grammars_that_take_long_are_refused_and_others_are_not(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    made, finish = Grammars(lambda: llm.tokenizer, llm.model_config), threading.Event()
+    really_compile = made._compile
+
+    def compile(grammar: Grammar) -> Any:
+        if grammar.wanted.choice:
+            finish.wait()
+        return really_compile(grammar)
+
+    def start(structure: dict[str, Any]) -> Grammar:
+        return made.compile(ask(structure).structured_outputs)
+
+    start({"regex": "a"}).result()
+    monkeypatch.setattr(made, "_compile", compile)
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.05)
-    slow = {f"p{i}": {"type": "string"} for i in range(600)}
-    long = made.compile(ask({"json": {"type": "object", "properties": slow}}).structured_outputs)
-    quick = made.compile(ask({"regex": "b"}).structured_outputs)
-    quick.result()
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=r"structured_outputs.json takes over 0.05 s to compile"):
-        long.result()
-    assert time.monotonic() - start < 2
+    slow = [start({"choice": [f"{i}"]}) for i in range(6)]  # more than there are workers
+    start({"regex": "b"}).result()
+    for grammar in slow:
+        with pytest.raises(ValueError, match=r"structured_outputs.choice takes over 0.05 s to compile"):
+            grammar.result()
+    slow += [start({"choice": [f"{i}"]}) for i in range(6, 20)]
+    with pytest.raises(ValueError, match=r"structured_outputs.choice: 8 that take too long are still being compiled"):
+        slow[-1].result()
+    begin = time.monotonic()
+    grammars.await_threads()  # as at the interpreter's exit, which these don't hold up
+    assert time.monotonic() - begin < 1
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("nanollm-grammar"))
+    finish.set()
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 10.0)
+    grammars.await_threads()
+    assert slow[0].future.done() and time.monotonic() - begin < 5
+    grammars._is_exiting.clear()
+    assert start({"choice": ["0"]}) is slow[0] and slow[0].result() is not None
+    start({"choice": ["again"]}).result()
+
+
+def test_whatever_keeps_grammars_from_compiling_is_said(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    def fails() -> Any:
+        raise OSError("no such file")
+
+    made, wanted = Grammars(fails, llm.model_config), ask({"regex": "a"}).structured_outputs
+    with pytest.raises(ValueError, match="structured_outputs can't be had: OSError\\('no such file'\\)"):
+        made.compile(wanted).result()
+    made._load_tokenizer = lambda: llm.tokenizer
+    monkeypatch.setattr(grammars, "version", lambda name: "0.3.0")
+    with pytest.raises(ValueError, match=r"needs xgrammar 0.2.9, found 0.3.0: pip install 'nanollm\[structured\]'"):
+        made.compile(wanted).result()
+    monkeypatch.undo()
+    made.compile(wanted).result()
 
 
 def test_a_grammar_that_is_slow_to_follow_ends_its_own_request(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     monkeypatch.setattr(sequence, "MATCH_SECONDS", -1.0)
     slow, free = outputs(llm, [ask({"grammar": 'root ::= root root | "a"'}), DRAWN])
     assert (slow.finish_reason, len(slow.token_ids)) == ("error", 1) and free.finish_reason != "error"
+    assert slow.stop_reason == "structured_outputs is too ambiguous: make it simpler"
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -85,6 +85,7 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self.next_request_id = 0
         self._is_torn = False  # an exception, such as Ctrl-C, may have left the state half changed
+        self.failures: list[tuple[int, Exception]] = []  # of logits processors: request id, what it ended with
 
     def make_sequences(
         self,
@@ -177,6 +178,7 @@ class EngineCore:
         """
         self._is_torn = True
         self._in_flight.clear()
+        self.failures.clear()
         self.scheduler.reset()
         self.executor.discard()
         self._is_torn = False
@@ -253,17 +255,28 @@ class EngineCore:
         self.executor.sample(SamplePlan(step.plan.step, masks, logits))
 
     def _processed(self, sequences: list[Sequence]) -> np.ndarray:
-        """What the rows' own functions make of their logits: float32 as int32, flat."""
+        """What the rows' own functions make of their logits: float32 as int32, flat. Who fails ends its request."""
         rows = []
-        for seq, own in zip(sequences, self.executor.logits(), strict=True):
-            logits_V = own.clone()
-            for function in seq.params.logits_processors if seq.finish_reason is None else ():
-                logits_V = function(seq.token_ids[seq.num_prompt_tokens :].tolist(), logits_V)
-                if getattr(logits_V, "shape", None) != own.shape:
-                    raise ValueError(f"a logits processor must return logits of shape {tuple(own.shape)}: {function!r}")
-            rows.append(np.asarray(logits_V, np.float32))
+        for seq, own_V in zip(sequences, self.executor.logits(), strict=True):
+            row_V = np.asarray(own_V, np.float32)
+            try:
+                if seq.finish_reason is None:
+                    row_V = _process(seq, own_V.clone())
+            except Exception as error:
+                self.scheduler.abort(seq.request_id)
+                self.failures.append((seq.request_id, error))
+            rows.append(row_V)
         return np.concatenate(rows).view(np.int32)
 
     def _mend(self) -> None:
         if self._is_torn:
             self.reset()
+
+
+def _process(seq: Sequence, logits_V: "torch.Tensor") -> np.ndarray:
+    shape = logits_V.shape
+    for function in seq.params.logits_processors:
+        logits_V = function(seq.token_ids[seq.num_prompt_tokens :].tolist(), logits_V)
+        if getattr(logits_V, "shape", None) != shape:
+            raise ValueError(f"a logits processor must return logits of shape {tuple(shape)}: {function!r}")
+    return np.asarray(logits_V, np.float32)

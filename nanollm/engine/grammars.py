@@ -1,12 +1,14 @@
 """Structured output: grammars compiled off the step's path, and which tokens they allow next. Through xgrammar."""
 
+import atexit
 import json
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +24,24 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 10.0  # after which a grammar is refused
 CACHE_BYTES = 256 << 20
 _THREADS = 4
-# Kinds of expression in a serialized grammar, as xgrammar 0.2.9 has it: kind, number of words, words.
+_MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
+_is_exiting = threading.Event()
+_XGRAMMAR = "0.2.9"
+# Kinds of expression in a serialized grammar, as that version has it: kind, number of words, words.
 _CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
 # What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
 _ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
 _JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
+
+
+@atexit.register
+def await_threads() -> None:
+    """Give what is being compiled its time: a thread whose grammar is done while the interpreter ends aborts it."""
+    _is_exiting.set()
+    end = time.monotonic() + COMPILE_SECONDS
+    for thread in threading.enumerate():
+        if thread.name == "nanollm-grammar":
+            thread.join(max(end - time.monotonic(), 0))
 
 
 class Grammar:
@@ -65,9 +80,11 @@ class Grammars:
     ) -> None:
         self._load_tokenizer = load_tokenizer
         self._vocab_size, self._eos_token_ids = model_config.vocab_size, list(model_config.eos_token_ids)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="nanollm-grammar")
         self._lock, self._start_lock = threading.Lock(), threading.Lock()
         self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._queue: deque[tuple[str, Grammar]] = deque()
+        self._num_workers = 0
+        self._refused: list[threading.Thread] = []
         self._masks = np.empty((0, 0), np.int32)
         self._compiler: Any = None
         self._filler: Any = None
@@ -78,7 +95,10 @@ class Grammars:
         with self._lock:
             if (grammar := self._known.get(key)) is None:
                 grammar = self._known[key] = Grammar(wanted)
-                self._threads.submit(self._run, grammar, key)
+                self._queue.append((key, grammar))
+                if self._num_workers < _THREADS:
+                    self._num_workers += 1
+                    threading.Thread(target=self._work, name="nanollm-grammars", daemon=True).start()
             self._known.move_to_end(key)
         return grammar
 
@@ -101,14 +121,40 @@ class Grammars:
             self._filler.batch_fill_next_token_bitmask([matchers[i] for i in index], masks, index)
         return masks
 
-    def _run(self, grammar: Grammar, key: str) -> None:
-        grammar.started = time.monotonic()
+    def _work(self) -> None:
+        """Have what is queued compiled, each in a thread that is left alone when it takes too long."""
+        while True:
+            with self._lock:
+                if not self._queue or _is_exiting.is_set():
+                    self._num_workers -= 1
+                    return
+                key, grammar = self._queue.popleft()
+                self._refused = [thread for thread in self._refused if thread.is_alive()]
+                is_full = len(self._refused) >= _MAX_REFUSED
+            if is_full:
+                why = f"{_MAX_REFUSED} that take too long are still being compiled: try again later"
+                self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.wanted.kind}: {why}"))
+                continue
+            grammar.started = time.monotonic()
+            thread = threading.Thread(target=self._run, args=(key, grammar), name="nanollm-grammar", daemon=True)
+            thread.start()
+            thread.join(COMPILE_SECONDS)
+            if thread.is_alive():
+                with self._lock:
+                    self._refused.append(thread)
+
+    def _refuse(self, key: str, grammar: Grammar, error: ValueError) -> None:
+        with self._lock:
+            self._known.pop(key, None)
+        grammar.future.set_exception(error)
+
+    def _run(self, key: str, grammar: Grammar) -> None:
         try:
             compiled = self._compile(grammar)
-        except ValueError as error:
-            with self._lock:
-                self._known.pop(key, None)
-            grammar.future.set_exception(error)
+        except BaseException as error:  # of any kind: somebody waits
+            if not isinstance(error, ValueError):
+                error = ValueError(f"structured_outputs can't be had: {error!r}")
+            self._refuse(key, grammar, error)
             return
         with self._lock:
             grammar.num_bytes = compiled.memory_size_bytes
@@ -121,7 +167,7 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> Any:
         with self._start_lock:
-            if self._compiler is None:
+            if self._compiler is None:  # the last that _start sets
                 self._start()
         try:
             parsed = _parse(grammar.wanted)
@@ -136,9 +182,15 @@ class Grammars:
 
     def _start(self) -> None:
         try:
-            import xgrammar
-        except ImportError as error:
-            raise ValueError(f"structured_outputs needs xgrammar: pip install xgrammar ({error})") from None
+            found = version("xgrammar")
+        except PackageNotFoundError:
+            found = "none"
+        if found != _XGRAMMAR:  # with another, what is serialized may not mean what is read in it here
+            raise ValueError(
+                f"structured_outputs needs xgrammar {_XGRAMMAR}, found {found}: pip install 'nanollm[structured]'"
+            )
+        import xgrammar
+
         tokenizer = self._load_tokenizer()
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer: pass tokenizer= and no skip_tokenizer_init")
@@ -154,9 +206,10 @@ class Grammars:
         info = xgrammar.TokenizerInfo(
             vocab, vocab_size=size, stop_token_ids=stops, add_prefix_space=info.add_prefix_space
         )
+        # Elsewhere than on Linux no process knows its cores.
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self._filler = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        num_threads = max(len(os.sched_getaffinity(0)) // 2, 1)
-        self._filler = xgrammar.BatchGrammarMatcher(min(num_threads, 8))
 
 
 def _parse(wanted: StructuredOutputsParams) -> Any:

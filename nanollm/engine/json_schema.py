@@ -58,7 +58,13 @@ _FORMATS = (
 )
 # An escape, a class, the start of lookaround, or a character.
 _TOKEN = re.compile(
-    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c[A-Za-z]|.)|\[\^?(?:\\.|[^\\\]])*\]|\(\?<?[=!]|.", re.DOTALL
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|c[A-Za-z]|.)|\[\^?(?:\\.|[^\\\]])*\]|\(\?<?[=!]|.",
+    re.DOTALL,
+)
+_ESCAPED = "dDwWsSnrtfv0"  # letters and digits after a backslash; xgrammar would match others as they are
+# Where a $ref may lead: to what is prepared as a schema, under the same name.
+_REFERENCE = re.compile(
+    r"#(/(\$defs|definitions|properties)/[^/]*|/items|/additionalProperties|/(anyOf|prefixItems)/\d+)*"
 )
 # Ranges of characters, both ends included.
 _SHORTHANDS = {"d": [(48, 57)], "w": [(48, 57), (65, 90), (95, 95), (97, 122)], "s": [(9, 13), (32, 32)]}
@@ -153,7 +159,7 @@ def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at:
     others += [other for other in _ABOUT_VALUES if other in schema and not (is_list and other == "type")]
     if others:
         raise ValueError(f"{at}: {others[0]} beside {name} is not supported: put it inside, or leave one out")
-    if name == "$ref" and not (isinstance(schema[name], str) and (schema[name] + "/").startswith("#/")):
+    if name == "$ref" and not (isinstance(schema[name], str) and _REFERENCE.fullmatch(schema[name])):
         raise ValueError(f"{at}.$ref must lead into this schema, as #/$defs/name does, got {schema[name]!r:.100}")
     if name == "allOf" and len(schema[name]) > 1:
         raise ValueError(f"{at}.allOf may have one schema only: merge them")
@@ -214,7 +220,7 @@ def _prepare_string(schema: dict[str, Any], at: str) -> None:
 def _prepare_object(schema: dict[str, Any], at: str) -> None:
     known = schema.get("properties", {})
     for name in _need(schema, "required", list, "a list", at) if "required" in schema else []:
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ValueError(f"{at}.required has {name!r:.100}, which is not in properties: describe it there")
     patterns = schema.get("patternProperties", {})
     if patterns and (len(patterns) > 1 or known or schema.get("additionalProperties") or "propertyNames" in schema):
@@ -311,6 +317,8 @@ def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
         is_first, is_last = (j in (-1, len(tokens)) or (depth == 0 and tokens[j] == "|") for j in (i - 1, i + 1))
         if (token == "^" and not is_first) or (token == "$" and not is_last):
             raise ValueError(f"{at} has {token} inside, which is not supported: {pattern!r:.100}")
+        if _is_unknown(token, _ESCAPED):
+            raise ValueError(f"{at} has {token}, which is not supported: {pattern!r:.100}")
         if token == ".":
             token = r"[^\n\r]"
         elif token[0] == "\\" and token[1:].lower() in _SHORTHANDS:
@@ -327,6 +335,8 @@ def _written_out(token: str, at: str, in_json: bool) -> str:
     """A class as ranges. With \\d, \\w or \\s in it it is of ASCII, since beyond that regex dialects differ."""
     is_negated = token[1] == "^"
     parts, ranges, is_ascii = _TOKEN.findall(token[1 + is_negated : -1])[::-1], [], False
+    if wrong := [part for part in parts if part == "[" or _is_unknown(part, _ESCAPED + "b")]:  # [ as in [:alpha:]
+        raise ValueError(f"{at} has {wrong[-1]} in a class, which is not supported: {token!r:.100}")
     while parts:
         part = parts.pop()
         if (some := _SHORTHANDS.get(part[1:].lower())) and part[0] == "\\":
@@ -347,6 +357,11 @@ def _written_out(token: str, at: str, in_json: bool) -> str:
     return "[" + "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in found) + "]"
 
 
+def _is_unknown(token: str, known: str) -> bool:
+    """Whether it is an escape by a letter or digit that is none of these."""
+    return len(token) == 2 and token[0] == "\\" and token[1].isalnum() and token[1] not in known
+
+
 def _is_barred(token: str) -> bool:
     """Whether it is a character, or an escape of one, that a JSON string can't hold as it is."""
     code = _code(token)
@@ -355,10 +370,12 @@ def _is_barred(token: str) -> bool:
 
 def _code(token: str) -> int | None:
     """Of the character that it is, or is an escape of; None if it isn't one."""
+    if token[0] == "\\" and token[1:].lower() in _SHORTHANDS:
+        return None
     if token[0] != "\\" or len(token) == 1:
         return ord(token) if len(token) == 1 else None
     if len(token) > 2:
-        return ord(token[2]) % 32 if token[1] == "c" else int(token[2:], 16)
+        return ord(token[2]) % 32 if token[1] == "c" else int(token[2:].strip("{}"), 16)
     return ord({"b": "\b", "n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}.get(token[1], token[1]))
 
 

@@ -194,7 +194,7 @@ class Scheduler:
                     seq.prompt_logprobs if first else [],
                 )
             )
-        self.num_tokens_out += len(outputs) - sum(seq.finish_reason == "error" for seq in ended)
+        self.num_tokens_out += sum(len(output.new_token_ids) for output in outputs)
         for seq in ended:
             self._leave(seq)
         if self._leaving:

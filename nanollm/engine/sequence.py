@@ -135,7 +135,7 @@ class Sequence:
         self.first_miss: bytes | None = None  # hash of the block that its last prefix match ended at
         self.prefix_epoch = -1
         self.finish_reason: str | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.grammar: Grammar | None = None
         self.matcher: Any = None  # xgrammar.GrammarMatcher: what may follow the output so far
         self.logits: list[torch.Tensor] = []
@@ -162,6 +162,8 @@ class Sequence:
         self.num_pending -= 1
         if token_id < 0:  # every token was impossible: all logits -inf, or not a number
             self.finish_reason = "error"
+            if self.matcher is not None:
+                self.stop_reason = "structured_outputs and the other settings leave no token to choose"
             return
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
@@ -169,8 +171,11 @@ class Sequence:
         elif len(self.token_ids) >= self.max_tokens_total:
             self.finish_reason = "length"
         elif self.matcher is not None:
-            start = time.thread_time()
-            if not self.matcher.accept_token(token_id):
-                raise RuntimeError(f"token {token_id} was sampled against its mask")
-            if time.thread_time() - start > MATCH_SECONDS:
-                self.finish_reason = "error"
+            self._follow(token_id)
+
+    def _follow(self, token_id: int) -> None:
+        start = time.thread_time()
+        if not self.matcher.accept_token(token_id):
+            self.finish_reason = "error"  # sampled against its mask
+        elif time.thread_time() - start > MATCH_SECONDS:
+            self.finish_reason, self.stop_reason = "error", "structured_outputs is too ambiguous: make it simpler"

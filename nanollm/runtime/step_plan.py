@@ -110,10 +110,11 @@ class StepPlan(_Plan):
 
 @dataclass
 class SamplePlan(_Plan):
-    """What the host decides once the step before has been read. V is padded to 32 times the words of a mask.
+    """What the host decides once the step before has been read.
 
     masks: for each row of StepPlan.masked a bit for each token, the lowest first; 1 allows it.
-    logits: for each row of StepPlan.processed its logits, float32 as their bits.
+    logits: for each row of StepPlan.processed its logits, float32 as their bits; share() pads V to 32 times
+        the words of a mask.
     """
 
     masks: Int32

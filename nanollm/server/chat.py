@@ -115,7 +115,7 @@ def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None]:
     function = (asked.tools or [])[names.index(name)]["function"]
     arguments = None
     if function.get("strict") is not False:
-        if asked._structure() is not None:
+        if asked.structure is not None:
             raise ApiError(400, "tool_choice of one function says what the answer is: leave out what else says so")
         arguments = function.get("parameters") or {"type": "object", "additionalProperties": True}
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":', 1, arguments

@@ -60,7 +60,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
-    logits_processors: list[Any] | None = None
+    logits_processors: list[Any] | None = None  # to be refused by name, since functions can't come
 
     @property
     def include_usage(self) -> bool:
@@ -80,12 +80,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             raise ValueError(f"best_of must equal n, got {self.best_of}: ask for n and choose yourself")
         given = {name: getattr(self, name) for name in _PARAMS & set(self.__struct_fields__)}
         del given["logprobs"]  # means another thing in each request
-        given["structured_outputs"] = self._structure()
+        given["structured_outputs"] = self.structure
         given = {name: value for name, value in given.items() if value is not None}
         return replace(defaults, **given | others)
 
-    def _structure(self) -> dict[str, Any] | None:
-        """What the output must be, wherever that was said."""
+    @property
+    def structure(self) -> dict[str, Any] | None:
+        """What the output must be, wherever that was said. ValueError if that is in two places, or none to read."""
         guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
         guided = {name: value for name, value in guided.items() if value is not None}
         ways = [self.structured_outputs, guided or None, _read_response_format(self.response_format)]

@@ -49,6 +49,10 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     (an_object(dependentRequired={"a": ["b"]}), "dependentRequired is not supported"),
     (an_object(dependentSchemas={"a": {"required": ["b"]}}), "dependentSchemas is not supported"),
     (an_object("z"), "required has 'z', which is not in properties"),
+    (an_object(["a"]), r"required has \['a'\], which is not in properties"),
+    *(({"$ref": f"#/{where}", where: {"type": "string", "pattern": '"'}}, "ref must lead into this")
+      for where in ("x", "then", "default")),
+    ({"items": {"$ref": "#/$defs/x/then"}, "$defs": {"x": {"then": {}}}}, "ref must lead into this"),
     (an_object(propertyNames={"pattern": "^a$"}), "propertyNames beside properties"),
     (an_object(patternProperties={"^a": TEXT}), "patternProperties may have one pattern"),
     ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties may have one pattern"),
@@ -68,6 +72,10 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": r"a\tb"}, "which JSON escapes"),
     ({"type": "string", "pattern": r"a\x22b"}, "which JSON escapes"),
     ({"type": "string", "pattern": r"a\0b"}, "which JSON escapes"),
+    ({"type": "string", "pattern": r"\u{22}"}, "which JSON escapes"),
+    ({"type": "string", "pattern": r"[\u{22}]"}, "class without a character that may come"),
+    *(({"type": "string", "pattern": f"a{end}"}, "pattern has .*not supported")
+      for end in (r"\Z", r"\A", r"\G", r"\K", r"\Qb\E", r"\1", r"\b", r"\u12", "[[:alpha:]]", r"[\p{L}]", r"[+-\d]")),
     ({"type": "string", "pattern": '["]'}, "class without a character that may come"),
     ({"type": "string", "enum": ["a", 1]}, "enum has 1, which is not of type string"),
     ({"type": "integer", "const": True}, "const has True, which is not of type integer"),
@@ -118,6 +126,12 @@ KEPT: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (an_object(minProperties=1), ['{"a": 1}', '{"b": 1}'], ["{}"]),
     ({"type": ["string", "null"], "maxLength": 1}, ["null", '"a"'], ['"aa"', "1"]),
     ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": INTEGER}, "title": "x"}, ["1"], ['"a"']),
+    (
+        an_object("a", properties={"a": TEXT, "b": {"$ref": "#/properties/a"}}),
+        ['{"a": "x", "b": "y"}'],
+        ['{"a": "", "b": 1}'],
+    ),
+    ({"anyOf": [INTEGER, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}, ["[1]"], ["[[1]]"]),
     (an_object("a", properties={"a": INTEGER, "not": TEXT}), ['{"a": 1, "not": "x"}'], ['{"a": 1, "not": 1}']),
     ({"type": "integer", "maxLength": 1, "uniqueItems": False, "x-note": 1}, ["123"], ["1.5"]),
 ]
@@ -157,6 +171,11 @@ def test_a_character_is_one_of_utf8_and_of_the_regex(pattern: str) -> None:
     assert accepts(grammar, b"x!") and accepts(schema, b'"!"')
     for broken in BROKEN:
         assert not accepts(grammar, b"x" + broken) and not accepts(schema, b'"' + broken + b'"')
+
+
+def test_code_points_in_braces_are_characters() -> None:
+    grammar = parse({"type": "string", "pattern": r"^\u{41}[\u{1F600}-\u{1F602}]$"})
+    assert accepts(grammar, '"A😁"'.encode()) and not accepts(grammar, '"A😃"'.encode())
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,12 @@ def test_completions_take_every_form(server: ServerProcess, field: dict[str, Any
     assert found["text"].startswith(expected) and (found["text"] == expected or found["finish_reason"] == "length")
 
 
+def test_a_structure_that_other_settings_rule_out_is_the_requests_fault(server: ServerProcess) -> None:
+    asked = {"prompt": "a", "guided_choice": ["blue"], "allowed_token_ids": [5]}
+    found = server.post("/v1/completions", asked)
+    assert found.status_code == 400 and "other settings leave no token" in found.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_arguments_of_one_named_function_fit_its_parameters(server: ServerProcess, stream: bool) -> None:
     client = server.client()
