@@ -16,39 +16,32 @@ import os
 import socket
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from workload import default_model_here
 
 from nanollm.runtime.channel import Kind, Link
-from nanollm.runtime.step_plan import EMPTY, StepPlan
+from nanollm.runtime.step_plan import StepPlan
 
 
 def decode_plan(step: int, num_rows: int) -> StepPlan:
     """Every row computes the token it sampled last; one in 16 begins a block."""
     rows = np.arange(num_rows, dtype=np.int32)
     begun = rows[::16]
-    return StepPlan(
-        step=step,
+    return replace(
+        StepPlan.empty(step),
         row_ids_B=rows,
         num_new_B=np.ones_like(rows),
         num_computed_B=rows + 512,
         on_device_B=np.ones_like(rows),
-        host_tokens=EMPTY,
         append_rows=begun,
         append_starts=begun,
         append_counts=np.ones_like(begun),
         append_blocks=begun,
         logit_rows_L=rows,
         sampled_rows_S=rows,
-        params_rows=EMPTY,
-        params=EMPTY,
-        rules=EMPTY,
-        num_logprobs_L=EMPTY,
-        targets=EMPTY,
-        masked=EMPTY,
-        processed=EMPTY,
     )
 
 

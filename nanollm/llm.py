@@ -2,10 +2,12 @@
 
 import gc
 import hashlib
+import itertools
 import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanollm")
+
+_TAKE_SECONDS = 0.05  # of asking an iterator for prompts, after which a step is due
 
 # One for all prompts, one for each, or the model's defaults.
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -106,6 +110,12 @@ class _Request:
     sequences: list[EngineSequence]  # the n continuations
     prompt: str | None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether await_grammar returns, or raises, at once."""
+        grammar = self.sequences[0].grammar
+        return grammar is None or grammar.is_decided
+
     def await_grammar(self, index: int) -> None:
         """Return once it is compiled, if there is one; nobody is held up who runs steps. ValueError if it is bad."""
         try:
@@ -168,7 +178,8 @@ class LLM:
         Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
 
         If prompts is an iterator, such as a generator or a file's lines, so is what is returned. Prompts are taken from
-        it as there is room for them, so that it may be endless; a bad one raises when its turn comes.
+        it as there is room for them, so that it may be endless; a bad one raises when its turn comes. Nothing runs
+        while the iterator is asked for its next prompt: it must not wait there for the outputs of earlier ones.
         """
         if isinstance(prompts, Iterator):
             run = self._run(self._take(prompts, sampling_params), stream=False, lazily=True)
@@ -193,9 +204,7 @@ class LLM:
 
         def prepare(index: int, prompt: Prompt, params: SamplingParams) -> _Request:
             with self._lock:
-                request = self._prepare_one(prompt, params, index, False)
-            request.await_grammar(index)
-            return request
+                return self._prepare_one(prompt, params, index, False)
 
         return (prepare(index, *pair) for index, pair in enumerate(pairs))
 
@@ -380,6 +389,7 @@ class LLM:
         """
         mailbox: deque[RequestOutput | EngineOutput | BaseException] = deque()
         unfinished: dict[int, _Request] = {}  # by index, the oldest first
+        source: Iterator[_Request | None] = _paced(requests, unfinished) if lazily else requests
         index_of: dict[int, int] = {}  # by the ids of their sequences
         room, span = (factor * self.config.num_rows if lazily else sys.maxsize for factor in (2, 16))
         num_taken, has_more = 0, True
@@ -388,14 +398,16 @@ class LLM:
             while unfinished or has_more:
                 while has_more and len(unfinished) < room and num_taken - next(iter(unfinished), num_taken) < span:
                     try:
-                        request = next(requests, None)
+                        request = next(source)
                     except Exception as problem:
-                        request, error = None, problem
-                    if has_more := request is not None:
-                        unfinished[num_taken] = request
-                        index_of |= dict.fromkeys((seq.request_id for seq in request.sequences), num_taken)
-                        self._queue(request, mailbox, stream)
-                        num_taken += 1
+                        has_more, error = False, None if isinstance(problem, StopIteration) else problem
+                        break
+                    if request is None:
+                        break
+                    unfinished[num_taken] = request
+                    index_of |= dict.fromkeys((seq.request_id for seq in request.sequences), num_taken)
+                    self._queue(request, mailbox, stream)
+                    num_taken += 1
                 with self._exclusive():
                     if unfinished and not mailbox:
                         self._pump()
@@ -489,6 +501,26 @@ class LLM:
     def _deliver_error(self, error: BaseException) -> None:
         for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
             mailbox.append(error)
+
+
+def _paced(requests: Iterator[_Request], unfinished: Mapping[int, _Request]) -> Iterator[_Request | None]:
+    """The requests, once their grammars are compiled; and None where the unfinished ones should have a step first:
+    while a grammar is compiled, and until steps have made up for the time that `requests` took."""
+    seconds = 0.0  # to be made up for
+    for index in itertools.count():
+        began = time.monotonic()
+        if (request := next(requests, None)) is None:
+            return
+        if unfinished:
+            seconds += time.monotonic() - began
+        while unfinished and not request.is_compiled:
+            yield None
+        request.await_grammar(index)
+        yield request
+        while unfinished and seconds > _TAKE_SECONDS:
+            began = time.monotonic()
+            yield None
+            seconds -= max(time.monotonic() - began, _TAKE_SECONDS)
 
 
 def _in_order(

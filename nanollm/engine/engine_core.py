@@ -137,11 +137,6 @@ class EngineCore:
                 seq.grammar = grammar
         return sequences
 
-    def make_sequence(self, token_ids: AbstractSequence[int], params: SamplingParams, **kwargs: Any) -> Sequence:
-        """make_sequences of a request with one."""
-        (seq,) = self.make_sequences(token_ids, params, **kwargs)
-        return seq
-
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that make_sequences made. Waits for its grammar; ValueError if that is bad."""
         self._mend()

@@ -13,11 +13,10 @@ from nanollm.layers.sampler import Sampler
 from nanollm.models.qwen3 import Qwen3ForCausalLM
 from nanollm.runtime.cuda_graphs import capturing
 from nanollm.runtime.rows import RowState, StepShape, count_decodes
-from nanollm.runtime.step_plan import EMPTY, StepPlan
+from nanollm.runtime.step_plan import StepPlan
 
 MAX_GRAPHS = 48
 _MIN_PADDED = 1024
-_NOTHING = StepPlan(0, *[EMPTY] * 18)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -153,7 +152,7 @@ class MixedSteps:
 
     def _forward_nothing(self, shape: StepShape) -> None:
         """A step of padding."""
-        packed = self._rows.pack(_NOTHING, shape)
+        packed = self._rows.pack(StepPlan.empty(0), shape)
         self._forward(self._packed[: len(packed)].copy_(self._rows.to_device(packed)), shape)
 
     def _forward(self, packed: Tensor, shape: StepShape) -> Hidden:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from nanollm.runtime.kv_cache import (
 )
 from nanollm.runtime.mixed_steps import MAX_GRAPHS, MixedSteps, longest_padded
 from nanollm.runtime.rows import RowState
-from nanollm.runtime.step_plan import EMPTY, SamplePlan, StepPlan, StepResult
+from nanollm.runtime.step_plan import SamplePlan, StepPlan, StepResult
 
 _POLL_SECONDS = 20e-6
 _CHECK_SECONDS = 0.05
@@ -194,8 +194,8 @@ class ModelRunner:
         cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
         rows, zeros = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)
         logit_rows = np.arange(min(config.max_num_seqs, num_rows * length), dtype=np.int32)
-        plan = StepPlan(
-            step=0,
+        plan = replace(
+            StepPlan.empty(0),
             row_ids_B=rows,
             num_new_B=zeros + length,
             num_computed_B=zeros,
@@ -207,13 +207,6 @@ class ModelRunner:
             append_blocks=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
             logit_rows_L=logit_rows,
             sampled_rows_S=np.resize(rows, len(logit_rows)),
-            params_rows=EMPTY,
-            params=EMPTY,
-            rules=EMPTY,
-            num_logprobs_L=EMPTY,
-            targets=EMPTY,
-            masked=EMPTY,
-            processed=EMPTY,
         )
         return plan, cache
 

@@ -45,6 +45,11 @@ class _Plan:
         ends = accumulate(lengths, initial=start)
         return cls(step, *(packed[first:end] for first, end in pairwise(ends)))
 
+    @classmethod
+    def empty(cls: type[_P], step: int) -> _P:
+        """A plan with nothing in its arrays."""
+        return cls(step, *[EMPTY] * (len(cls.__match_args__) - 1))
+
 
 @dataclass
 class StepPlan(_Plan):

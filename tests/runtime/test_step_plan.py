@@ -34,6 +34,10 @@ def test_a_plan_comes_back_from_one_int32_array() -> None:
     assert back.num_tokens == plan.num_tokens == plan.num_new_B.sum()
 
 
+def test_an_empty_plan_has_every_array() -> None:
+    assert StepPlan.empty(7).pack()[1:].tolist() == [HEADER, 7, *[0] * len(ARRAYS)]
+
+
 @CHECKED
 @given(st.integers(0, 2**31 - 1), st.lists(st.lists(INT32, max_size=9), min_size=len(ARRAYS), max_size=len(ARRAYS)))
 def test_any_arrays_come_back(step: int, values: list[list[int]]) -> None:
