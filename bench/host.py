@@ -63,7 +63,8 @@ class FakeExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         if self.decode.takes(plan):
-            self.decode.run(plan)
+            logits_r, sample = self.decode.forward(plan)
+            sample(logits_r)
         else:
             self.rows.start(plan)
         self._pending.append(len(plan.sampled_rows_S))
@@ -85,7 +86,7 @@ def measure(batch: int, steps: int, tokenizer: Any) -> dict[str, float]:
     processor = OutputProcessor(tokenizer)
     params = SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True)
     for _ in range(batch):
-        seq = engine.make_sequence([random.randrange(10_000) for _ in range(PROMPT_LEN)], params)
+        (seq,) = engine.make_sequences([random.randrange(10_000) for _ in range(PROMPT_LEN)], params)
         engine.add(seq)
         processor.add(seq.request_id, str(seq.request_id), None, seq.token_ids.tolist(), params)
     spent: dict[str, float] = defaultdict(float)

@@ -1,4 +1,5 @@
-"""Workload W: 256 requests at once, prompts and outputs of 100 to 1024 tokens, always the same ones."""
+"""What is measured: workload W, 256 requests at once, prompts and outputs of 100 to 1024 tokens, always the same ones;
+and of which model, if nobody says."""
 
 import random
 from dataclasses import dataclass
@@ -37,3 +38,11 @@ class Workload:
     @property
     def num_output_tokens(self) -> int:
         return sum(self.output_lens)
+
+
+def default_model_here() -> str:
+    """Qwen3-0.6B's shape where there is a GPU, SmolLM2-135M on a CPU."""
+    from nanollm.cli import default_model
+    from nanollm.runtime.executor import resolve_device
+
+    return "qwen3-0.6b" if resolve_device("auto").type == "cuda" else default_model()

@@ -79,6 +79,8 @@ class Rank:
             self.model: Any = Qwen3ForCausalLM(config, TPGroup(), MAX_MODEL_LEN)
         torch.set_default_dtype(torch.float32)
         heads = HeadPartition(config.num_heads, config.num_kv_heads, tp=1, rank=0)
+        shape = (config.head_dim, BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
+        attention.use_attention_backend(self.model, attention.attention_backend("torch", heads, *shape))
         bind_kv_cache(self.model, allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE, config, heads, torch.bfloat16, META))
         self.steps = Steps(self.model, META)
 
@@ -104,10 +106,9 @@ class Steps:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_id: int) -> None:
         """token_id: what row 0 shall have sampled, as weights that aren't there can't say."""
-        if self.decode.takes(plan):
-            self.decode.run(plan)
-        else:
-            self.mixed.run(plan)
+        steps = self.decode if self.decode.takes(plan) else self.mixed
+        logits_r, sample = steps.forward(plan)
+        sample(logits_r)
         self.rows.state.last_token_R[0] = token_id
 
 

@@ -34,6 +34,7 @@ from nanollm.engine.engine_process import (
     receive,
     serve,
 )
+from nanollm.engine.grammars import Grammars
 from nanollm.engine.sequence import check_token_ids
 from nanollm.outputs import RequestOutput
 from nanollm.runtime import channel
@@ -41,7 +42,6 @@ from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.output_processor import OutputProcessor
 from nanollm.text.prompts import Prompt, default_params, prepare_prompt
-from nanollm.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -212,6 +212,7 @@ class AsyncLLMEngine:
         return default_params(self.generation_config)
 
     def _load_text(self) -> "ModelSource":
+        from nanollm.llm import find_tokenizer
         from nanollm.models.source import resolve_model  # torch takes seconds, in which the other process starts
 
         config = self.config
@@ -219,9 +220,7 @@ class AsyncLLMEngine:
             config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
         )
         self.generation_config = source.generation_config if config.generation_config == "auto" else {}
-        where = config.tokenizer or source.path
-        if where is not None and not config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(where, revision=config.revision)
+        self.tokenizer = find_tokenizer(config, source)
         return source
 
     async def _prepare(self, prompt: Prompt, params: SamplingParams, arrival_time: float) -> tuple[Add, str | None]:
@@ -232,6 +231,8 @@ class AsyncLLMEngine:
             prepared = await run(self.text_thread, prepare_prompt, *arguments)
         else:
             prepared = prepare_prompt(*arguments)
+        if prepared.params.logits_processors:
+            raise ValueError("logits_processors are for LLM only: functions can't go to the engine's process")
         token_ids = check_token_ids(prepared.token_ids, self._vocab_size).tolist()
         request_id = self._next_id
         self._next_id += params.n
@@ -352,7 +353,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def engine_main(descriptor: int) -> None:
     """The main function of the engine process; its socket has this file descriptor."""
-    from nanollm.llm import find_engine, start_engine
+    from nanollm.llm import find_engine, find_tokenizer, start_engine
 
     # Ctrl-C and `kill` may reach the whole group: the client decides what they mean, and leaving is by its hangup.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -365,7 +366,9 @@ def engine_main(descriptor: int) -> None:
     try:
         start = receive(link, 60.0)
         assert isinstance(start, Start)
-        executor, core = start_engine(*find_engine(start.model, start.engine_args))
+        config, source, device = find_engine(start.model, start.engine_args)
+        grammars = Grammars(lambda: find_tokenizer(config, source), source.config)
+        executor, core = start_engine(config, source, device, grammars)
         link.send(Kind.REQUESTS, pack(Ready(core.get_stats(), core.scheduler.max_model_len)))
         gc.freeze()  # what is there stays: collections need not go through it, which would hold up a step
         serve(core, link, executor.check)

@@ -228,7 +228,8 @@ class EngineConfig:
     seed: of requests that bring no seed of their own, and of dummy weights.
     load_format: "auto" (safetensors or GGUF by what is there) or "dummy" (seeded random weights).
     max_model_len: most tokens of prompt plus output; None takes the model's own.
-    max_num_seqs: most sequences running at once; of those with penalties, biases or bans, 1024 at most.
+    max_num_seqs: most sequences running at once; of those with penalties, biases, bans,
+        min_tokens or structured outputs, 1024 at most.
     max_num_batched_tokens: most tokens computed in one step.
     block_size: tokens a KV block; a power of two. None takes the default: 64 on GPUs, 16 on the CPU.
     num_kv_blocks, kv_cache_memory_bytes: KV cache size, exactly; else gpu_memory_utilization × the GPU's memory

@@ -2,14 +2,17 @@
 
 import gc
 import hashlib
+import itertools
 import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, overload
 
 from tqdm import tqdm
@@ -17,6 +20,7 @@ from tqdm import tqdm
 from nanollm.config import GPU_BLOCK_SIZE, EngineConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.follower_core import FollowerCore
+from nanollm.engine.grammars import Grammars
 from nanollm.engine.sequence import Sequence as EngineSequence
 from nanollm.models.source import ModelSource, resolve_model
 from nanollm.outputs import EngineOutput, RequestOutput, pack_outputs
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanollm")
+
+_TAKE_SECONDS = 0.05  # of asking an iterator for prompts, after which a step is due
 
 # One for all prompts, one for each, or the model's defaults.
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -51,13 +57,50 @@ def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, M
     return config, source, device
 
 
-def start_engine(config: EngineConfig, source: ModelSource, device: "torch.device") -> tuple[Executor, EngineCore]:
+def find_tokenizer(config: EngineConfig, source: ModelSource) -> "PreTrainedTokenizerBase | None":
+    """The model's tokenizer, or the one that was given; None if there is none, or none is wanted."""
+    where = config.tokenizer or source.path
+    if where is None or config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(where, revision=config.revision)
+
+
+def start_engine(
+    config: EngineConfig, source: ModelSource, device: "torch.device", grammars: Grammars
+) -> tuple[Executor, EngineCore]:
     """Start all ranks and load the model; this process is rank 0."""
     executor = Executor(config, source, device)
     overlap = device.type != "cpu" if config.overlap is None else config.overlap
     name = os.path.basename(config.model) if os.path.exists(config.model) else config.model
     logger.info("%s: %s", name, executor.runner.describe())
-    return executor, EngineCore(config, source.config, executor, overlap)
+    return executor, EngineCore(config, source.config, executor, overlap, grammars)
+
+
+_num_runs = 0  # that want the heap frozen
+
+
+def over_a_frozen_heap(run: Callable[..., Generator[Any, None, None]]) -> Callable[..., Generator[Any, None, None]]:
+    """Decorates a generator: while it runs, garbage collections don't go through what was there before it.
+
+    That would hold steps up by 0.15 s. A program that froze the heap itself is left alone.
+    """
+
+    @wraps(run)
+    def frozen(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+        global _num_runs
+        if gc.get_freeze_count() and not _num_runs:
+            yield from run(*args, **kwargs)
+            return
+        gc.freeze()
+        _num_runs += 1
+        try:
+            yield from run(*args, **kwargs)
+        finally:
+            _num_runs -= 1
+            if not _num_runs:
+                gc.unfreeze()
+
+    return frozen
 
 
 @dataclass
@@ -66,6 +109,20 @@ class _Request:
 
     sequences: list[EngineSequence]  # the n continuations
     prompt: str | None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether await_grammar returns, or raises, at once."""
+        grammar = self.sequences[0].grammar
+        return grammar is None or grammar.is_decided
+
+    def await_grammar(self, index: int) -> None:
+        """Return once it is compiled, if there is one; nobody is held up who runs steps. ValueError if it is bad."""
+        try:
+            if (grammar := self.sequences[0].grammar) is not None:
+                grammar.result()
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
 
 
 class LLM:
@@ -83,18 +140,16 @@ class LLM:
         self.config, source, device = find_engine(model, kwargs)
         self.model_config = source.config
         self._generation_config = source.generation_config if self.config.generation_config == "auto" else {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-        where = self.config.tokenizer or source.path
-        if where is not None and not self.config.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(where, revision=self.config.revision)
+        self.tokenizer = tokenizer = find_tokenizer(self.config, source)
+        grammars = Grammars(lambda: tokenizer, source.config)
         world = torchrun_world()
         self._executor: Executor | Follower
         self._engine: EngineCore
         if world is not None and world[0] > 0:
             self._executor = Follower(self.config, source, *follow_torchrun(self.config, device))
-            self._engine = FollowerCore(self.config, source.config, self._executor)
+            self._engine = FollowerCore(self.config, source.config, self._executor, grammars)
         else:
-            self._executor, self._engine = start_engine(self.config, source, device)
+            self._executor, self._engine = start_engine(self.config, source, device, grammars)
         self.max_model_len = self._engine.scheduler.max_model_len
         self._processor = OutputProcessor(self.tokenizer)
         self._lock = threading.RLock()
@@ -123,7 +178,8 @@ class LLM:
         Raises ValueError, before anything runs, if any prompt or setting is bad; what to change is in the message.
 
         If prompts is an iterator, such as a generator or a file's lines, so is what is returned. Prompts are taken from
-        it as there is room for them, so that it may be endless; a bad one raises when its turn comes.
+        it as there is room for them, so that it may be endless; a bad one raises when its turn comes. Nothing runs
+        while the iterator is asked for its next prompt: it must not wait there for the outputs of earlier ones.
         """
         if isinstance(prompts, Iterator):
             run = self._run(self._take(prompts, sampling_params), stream=False, lazily=True)
@@ -275,10 +331,13 @@ class LLM:
                 f"{len(many)} prompts came with {len(sampling_params)} sampling_params: give one for all, or one each"
             )
         with self._lock:
-            return [
+            requests = [
                 self._prepare_one(prompt, params, index, all_logits)
                 for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True))
             ]
+        for index, request in enumerate(requests):
+            request.await_grammar(index)
+        return requests
 
     def _prepare_on_all_ranks(self, make_prompts: Callable[[], Any], sampling_params: Params) -> list[_Request]:
         """_prepare, and under torchrun make sure that every rank was given the same; if one raises, all do."""
@@ -318,6 +377,7 @@ class LLM:
             raise ValueError(f"prompt {index}: {error}") from None
         return _Request(sequences, prepared.text)
 
+    @over_a_frozen_heap
     def _run(
         self, requests: Iterator[_Request], *, stream: bool | None, lazily: bool = False
     ) -> Generator[tuple[int, Any], None, None]:
@@ -329,23 +389,25 @@ class LLM:
         """
         mailbox: deque[RequestOutput | EngineOutput | BaseException] = deque()
         unfinished: dict[int, _Request] = {}  # by index, the oldest first
+        source: Iterator[_Request | None] = _paced(requests, unfinished) if lazily else requests
         index_of: dict[int, int] = {}  # by the ids of their sequences
         room, span = (factor * self.config.num_rows if lazily else sys.maxsize for factor in (2, 16))
         num_taken, has_more = 0, True
         error: Exception | None = None
-        gc.freeze()  # a collection then doesn't go through all there was before, which would hold steps up by 0.15 s
         try:
             while unfinished or has_more:
                 while has_more and len(unfinished) < room and num_taken - next(iter(unfinished), num_taken) < span:
                     try:
-                        request = next(requests, None)
+                        request = next(source)
                     except Exception as problem:
-                        request, error = None, problem
-                    if has_more := request is not None:
-                        unfinished[num_taken] = request
-                        index_of |= dict.fromkeys((seq.request_id for seq in request.sequences), num_taken)
-                        self._queue(request, mailbox, stream)
-                        num_taken += 1
+                        has_more, error = False, None if isinstance(problem, StopIteration) else problem
+                        break
+                    if request is None:
+                        break
+                    unfinished[num_taken] = request
+                    index_of |= dict.fromkeys((seq.request_id for seq in request.sequences), num_taken)
+                    self._queue(request, mailbox, stream)
+                    num_taken += 1
                 with self._exclusive():
                     if unfinished and not mailbox:
                         self._pump()
@@ -365,7 +427,6 @@ class LLM:
             if error is not None:
                 raise error
         finally:
-            gc.unfreeze()
             self._abandoned.extend(index_of)
             with self._exclusive():
                 pass
@@ -418,6 +479,9 @@ class LLM:
             with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
                 outputs = self._engine.step()
                 self._engine.launch_ahead()
+                failures, self._engine.failures = self._engine.failures, []
+                if failures and isinstance(executor, Executor) and executor.has_followers:
+                    raise failures[0][1]
                 if isinstance(executor, Executor) and executor.has_followers:
                     executor.send_outputs(pack_outputs(outputs))
                 results, aborts = self._processor.process(outputs)
@@ -429,12 +493,34 @@ class LLM:
                     mailbox.append(output)
             for request_id in aborts:
                 self._engine.abort(request_id)
+            for request_id, problem in failures:
+                self._mailboxes[request_id].append(problem)
         except BaseException as error:
             self._deliver_error(error)
 
     def _deliver_error(self, error: BaseException) -> None:
         for mailbox in {id(mailbox): mailbox for mailbox in self._mailboxes.values()}.values():
             mailbox.append(error)
+
+
+def _paced(requests: Iterator[_Request], unfinished: Mapping[int, _Request]) -> Iterator[_Request | None]:
+    """The requests, once their grammars are compiled; and None where the unfinished ones should have a step first:
+    while a grammar is compiled, and until steps have made up for the time that `requests` took."""
+    seconds = 0.0  # to be made up for
+    for index in itertools.count():
+        began = time.monotonic()
+        if (request := next(requests, None)) is None:
+            return
+        if unfinished:
+            seconds += time.monotonic() - began
+        while unfinished and not request.is_compiled:
+            yield None
+        request.await_grammar(index)
+        yield request
+        while unfinished and seconds > _TAKE_SECONDS:
+            began = time.monotonic()
+            yield None
+            seconds -= max(time.monotonic() - began, _TAKE_SECONDS)
 
 
 def _in_order(

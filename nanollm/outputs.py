@@ -48,8 +48,9 @@ class EngineOutput(msgspec.Struct, array_like=True, gc=False):
     It may cross processes as msgpack.
 
     finish_reason: None while running, then "stop" (EOS or a stop token), "length", "abort", or "error" if the model
-        left no token to choose.
-    stop_reason: the stop token id that ended it; None for EOS, as in vLLM.
+        left no token to choose, or structured_outputs can't be kept to.
+    stop_reason: the stop token id that ended it; None for EOS, as in vLLM. With "error" what is at fault in
+        the request, if that is.
     logprobs: of the new tokens, if they were asked for. prompt_logprobs: of the second prompt token and on, likewise,
         with the first token.
     logits: for requests that asked for all logits: float32 tensors [tokens, V] on the CPU, one a step, in order of
@@ -59,7 +60,7 @@ class EngineOutput(msgspec.Struct, array_like=True, gc=False):
     request_id: int
     new_token_ids: list[int]
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     logits: list[Any] = msgspec.field(default_factory=list)
@@ -92,7 +93,8 @@ class Logprob(msgspec.Struct, gc=False):
 class CompletionOutput:
     """One generated continuation. Field names are vLLM's.
 
-    stop_reason: the stop string or stop token id that ended it; None for EOS and for "length".
+    stop_reason: the stop string or stop token id that ended it; None for EOS and for "length". With "error" what is at
+        fault in the request, if that is.
     logprobs: if asked for, for each token a dict of it and the likeliest tokens. cumulative_logprob: of all tokens.
     """
 

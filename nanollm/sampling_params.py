@@ -3,9 +3,10 @@
 Also how they are laid out in the int32 words that rank 0 sends and kernels read.
 """
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -25,14 +26,16 @@ GREEDY_BELOW = 1e-5  # a temperature under which dividing by it would overflow, 
     REPETITION,  # float
     FREQUENCY,  # float
     PRESENCE,  # float
-    RULES,  # the sum of what applies of HAS_RULES and HAS_BAD_WORDS
+    RULES,  # the sum of what applies of HAS_RULES, HAS_BAD_WORDS and HAS_MASK
 ) = range(11)
 NUM_PARAMS = 11
-HAS_RULES, HAS_BAD_WORDS = 1, 2  # single logits are changed; bad words of several tokens are looked for
+# Single logits are changed; bad words of several tokens are looked for; each token needs a mask from the host.
+HAS_RULES, HAS_BAD_WORDS, HAS_MASK = 1, 2, 4
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
 NUM_SLOTS, NO_SLOT, BANNED_SLOT, FIRST_SLOT = 1024, 0, 1, 2
 MAX_RULED_ROWS = 1024  # rows that run with rules at once; a row's take 4 bytes for each id of the vocabulary
 MAX_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens; most tokens before the last of one
+MAX_GRAMMAR_CHARS = 65536
 
 
 def check_int(name: str, value: Any, low: int, high: int) -> int:
@@ -68,6 +71,74 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the output must be, exactly one of these; names are vLLM's.
+
+    json: a JSON schema, as text or a dict (kept as text). json_object: any JSON object. regex: for the whole output.
+    choice: one of these strings. grammar: in EBNF, GBNF's form, whose start is the rule `root`.
+    disable_any_whitespace: one space after each comma and colon of JSON, and no other whitespace.
+
+    Raises ValueError, naming the field, for any other form. What is wrong inside shows when it is compiled.
+    """
+
+    json: "str | dict[str, Any] | None" = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.json, Mapping):
+            try:
+                object.__setattr__(self, "json", json.dumps(self.json, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"structured_outputs.json must be a JSON schema: {error}") from None
+        given = self._given()
+        if len(given) != 1:
+            raise ValueError(
+                "structured_outputs must have exactly one of json, regex, choice, grammar and json_object, got "
+                f"{' and '.join(given) or 'none'}"
+            )
+        check_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        if self.json_object is not None:
+            check_bool("structured_outputs.json_object", self.json_object)
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings("structured_outputs.choice", self.choice))
+            if not self.choice:
+                raise ValueError("structured_outputs.choice must name a string, got none")
+        for name in ("json", "regex", "grammar"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ValueError(f"structured_outputs.{name} must be a string, got {value!r:.200}")
+        size = sum(map(len, self.choice or [])) + len(self.json or self.regex or self.grammar or "")
+        if size > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"structured_outputs.{given[0]} may have {MAX_GRAMMAR_CHARS} characters, got {size}")
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields it is that says what the output must be."""
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        names = ("json", "regex", "choice", "grammar", "json_object")
+        return [name for name in names if getattr(self, name) not in (None, False)]
+
+    @staticmethod
+    def of(value: Any) -> "StructuredOutputsParams":
+        """From a mapping with the fields' names; ValueError says what is wrong with it."""
+        if isinstance(value, StructuredOutputsParams):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"structured_outputs must be StructuredOutputsParams or a dict of its fields, got {value!r:.200}"
+            )
+        known = [f.name for f in fields(StructuredOutputsParams)]
+        if unknown := [name for name, given in value.items() if name not in known and given is not None]:
+            raise ValueError(f"structured_outputs has no field {unknown[0]!r:.50}; known: {', '.join(known)}")
+        return StructuredOutputsParams(**{name: given for name, given in value.items() if given is not None})
+
+
 @dataclass
 class SamplingParams:
     """Sampling settings of one request; names, defaults and meanings are vLLM's.
@@ -96,6 +167,12 @@ class SamplingParams:
     bad_words: strings that must not come, with or without a space before them: the last token of each is banned where
         its other tokens were just generated.
     bad_words, logit_bias and min_tokens together may single out 1022 tokens.
+    structured_outputs: what the output must be: StructuredOutputsParams, or a dict of its fields. It ends with EOS
+        where that is complete, so ignore_eos and min_tokens are refused beside it. If other bans leave no token that
+        fits, the request ends with finish_reason "error".
+    logits_processors: functions (ids of the tokens generated so far, float32 logits [V] on the CPU) -> logits, called
+        one after another at each token, before anything else is done to the logits. If one raises, so does its
+        own request. For experiments with LLM: every step of the batch waits for them.
 
     Raises ValueError, naming the field, the value and the range, for anything else.
     """
@@ -123,6 +200,8 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = field(default_factory=list)
+    structured_outputs: StructuredOutputsParams | None = None
+    logits_processors: list[Any] = field(default_factory=list, repr=False)  # ranks, which compare them, have their own
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -167,6 +246,13 @@ class SamplingParams:
             check_bool(name, getattr(self, name))
         if self.stop and not self.detokenize:
             raise ValueError("stop needs text: set detokenize=True, or use stop_token_ids instead")
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+            if self.ignore_eos or self.min_tokens:
+                raise ValueError("structured_outputs says where the output ends: leave out ignore_eos and min_tokens")
+        self.logits_processors = check_list("logits_processors", self.logits_processors)
+        if not all(map(callable, self.logits_processors)):
+            raise ValueError(f"logits_processors must be functions, got {self.logits_processors!r:.200}")
 
 
 def _strings(name: str, value: Any) -> list[str]:

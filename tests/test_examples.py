@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
     "batch.py": ["'The capital of France is' -> ' Paris", "(32 tokens, length)", "'2, 3, 4,' -> ' 5"],
     "chat.py": ["The capital of France is Paris. (0 ", "The capital of Italy is Rome. (32 "],
+    "structured.py": ["{'city': '", "; in the mountains; Ju", " days"],
     "stream.py": ["Venus, Earth, Mars"],
     "tensor_parallel.py": ["'The capital of France is' -> ' Paris"],
     "torchrun.py": [f"rank {rank} of 2: 'The capital of France is' -> ' Paris" for rank in (0, 1)],

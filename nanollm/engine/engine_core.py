@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from nanollm.config import EngineConfig, ModelConfig
+from nanollm.engine.grammars import Grammars
 from nanollm.engine.row_rules import check_rules
 from nanollm.engine.scheduler import OutOfBlocks, Scheduler, Step
 from nanollm.engine.sequence import Sequence, check_token_ids
 from nanollm.outputs import EngineOutput
-from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.runtime.step_plan import EMPTY, SamplePlan, StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Executor(Protocol):
@@ -25,7 +31,13 @@ class Executor(Protocol):
     max_model_len: int
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step; returns before the device has run it."""
+        """Launch a step; returns before the device has run it. If plan.waits, it is sampled by sample()."""
+
+    def logits(self) -> "torch.Tensor":
+        """Wait for the logits of the newest step's rows in plan.processed: float32 [rows, V], on the CPU."""
+
+    def sample(self, plan: SamplePlan) -> None:
+        """Launch the sampling of the newest step."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step."""
@@ -50,10 +62,21 @@ class EngineStats:
 
 
 class EngineCore:
-    """Sequences in, EngineOutputs out. Not thread-safe: one thread makes every call."""
+    """Sequences in, EngineOutputs out. Not thread-safe: one thread makes every call.
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, executor: Executor, overlap: bool) -> None:
+    grammars: for structured_outputs, which are refused without.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        executor: Executor,
+        overlap: bool,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.executor = executor
+        self._grammars = grammars
         self.scheduler = Scheduler(config, executor.num_kv_blocks, executor.max_model_len)
         self._model_config = model_config
         self._max_logprobs = config.max_logprobs
@@ -62,6 +85,7 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self.next_request_id = 0
         self._is_torn = False  # an exception, such as Ctrl-C, may have left the state half changed
+        self.failures: list[tuple[int, Exception]] = []  # of logits processors: request id, what it ended with
 
     def make_sequences(
         self,
@@ -76,7 +100,8 @@ class EngineCore:
 
         The first computes the prompt; the others wait for it, and share its blocks.
         bad_words: the token ids of each of params.bad_words, all ways that it is spelled.
-        ValueError says what is wrong with the request.
+        ValueError says what is wrong with the request. Its grammar, if it has one, is only being compiled then:
+        grammar.result() says what is wrong with that.
         """
         vocab_size = self._model_config.vocab_size
         limit = vocab_size if self._max_logprobs < 0 else self._max_logprobs
@@ -104,16 +129,20 @@ class EngineCore:
             seq = Sequence(leader.request_id + choice, prompt[:], rest, **settings)
             seq.choice, seq.leader = choice, leader
             sequences.append(seq)
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise ValueError("structured_outputs needs an engine with a tokenizer")
+            grammar = self._grammars.compile(params.structured_outputs)
+            for seq in sequences:
+                seq.grammar = grammar
         return sequences
 
-    def make_sequence(self, token_ids: AbstractSequence[int], params: SamplingParams, **kwargs: Any) -> Sequence:
-        """make_sequences of a request with one."""
-        (seq,) = self.make_sequences(token_ids, params, **kwargs)
-        return seq
-
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that make_sequences made."""
+        """Queue a sequence that make_sequences made. Waits for its grammar; ValueError if that is bad."""
         self._mend()
+        if seq.grammar is not None:
+            assert self._grammars is not None
+            seq.matcher = self._grammars.make_matcher(seq.grammar)
         self.scheduler.add(seq)
 
     def abort(self, request_id: int) -> bool:
@@ -149,6 +178,7 @@ class EngineCore:
         """
         self._is_torn = True
         self._in_flight.clear()
+        self.failures.clear()
         self.scheduler.reset()
         self.executor.discard()
         self._is_torn = False
@@ -194,6 +224,8 @@ class EngineCore:
                 break
             self._in_flight.append(step)
             self.executor.submit(step.plan)
+            if len(self._in_flight) == 1:
+                self._sample_oldest()
 
     def _step(self) -> list[EngineOutput]:
         self._launch()
@@ -202,8 +234,49 @@ class EngineCore:
                 raise RuntimeError("scheduler found nothing to run for the requests it has")
             return []
         result = self.executor.collect()
-        return self.scheduler.update(self._in_flight.popleft(), result, time.monotonic())
+        outputs = self.scheduler.update(self._in_flight.popleft(), result, time.monotonic())
+        if self._in_flight:
+            self._sample_oldest()
+        return outputs
+
+    def _sample_oldest(self) -> None:
+        """Make the SamplePlan that the oldest step in flight may wait for: all tokens before its own are known now."""
+        step = self._in_flight[0]
+        if not step.plan.waits:
+            return
+        masks = logits = EMPTY
+        if step.masked:
+            assert self._grammars is not None
+            masks = self._grammars.masks(
+                [seq.matcher if seq.finish_reason is None else None for seq in step.masked]
+            ).reshape(-1)
+        if step.processed:
+            logits = self._processed(step.processed)
+        self.executor.sample(SamplePlan(step.plan.step, masks, logits))
+
+    def _processed(self, sequences: list[Sequence]) -> np.ndarray:
+        """What the rows' own functions make of their logits: float32 as int32, flat. Who fails ends its request."""
+        rows = []
+        for seq, own_V in zip(sequences, self.executor.logits(), strict=True):
+            row_V = np.asarray(own_V, np.float32)
+            try:
+                if seq.finish_reason is None:
+                    row_V = _process(seq, own_V.clone())
+            except Exception as error:
+                self.scheduler.abort(seq.request_id)
+                self.failures.append((seq.request_id, error))
+            rows.append(row_V)
+        return np.concatenate(rows).view(np.int32)
 
     def _mend(self) -> None:
         if self._is_torn:
             self.reset()
+
+
+def _process(seq: Sequence, logits_V: "torch.Tensor") -> np.ndarray:
+    shape = logits_V.shape
+    for function in seq.params.logits_processors:
+        logits_V = function(seq.token_ids[seq.num_prompt_tokens :].tolist(), logits_V)
+        if getattr(logits_V, "shape", None) != shape:
+            raise ValueError(f"a logits processor must return logits of shape {tuple(shape)}: {function!r}")
+    return np.asarray(logits_V, np.float32)

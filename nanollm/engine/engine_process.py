@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from nanollm.engine.engine_core import EngineCore, EngineStats
+from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
 from nanollm.runtime.channel import Kind, Link, LinkClosedError
 from nanollm.sampling_params import SamplingParams
 
 _CHECK_SECONDS = 0.5  # how often an idle engine looks whether its ranks are alive
+_COMPILING_SECONDS = 0.002  # how often one looks whether a grammar is there that requests wait for
 
 
 class Start(msgspec.Struct, tag=True):
@@ -90,19 +92,21 @@ def receive(link: Link, timeout: float) -> FromClient | None:
 
 def serve(core: EngineCore, link: Link, check: Callable[[], None]) -> None:
     """Answer the client until it goes away. check: raises if the engine can't go on; called while there is no work."""
+    compiling: dict[int, list[Sequence]] = {}  # requests whose grammar is not there yet
     with suppress(LinkClosedError):
         while True:
-            changed = False
+            changed = _start_compiled(core, link, compiling)
             while True:  # whatever has come in, before the next step; without work, wait for some
                 is_busy = changed or core.has_unfinished
-                message = receive(link, 0.0 if is_busy else _CHECK_SECONDS)
+                message = receive(link, 0.0 if is_busy else _COMPILING_SECONDS if compiling else _CHECK_SECONDS)
                 if message is not None:
-                    _take(core, link, message)
+                    _take(core, link, message, compiling)
                     changed = True
                 elif is_busy:
                     break
                 else:
                     check()
+                    changed = _start_compiled(core, link, compiling)
             outputs = core.step()
             for output in outputs:
                 metrics = output.metrics
@@ -111,9 +115,23 @@ def serve(core: EngineCore, link: Link, check: Callable[[], None]) -> None:
             link.send(Kind.REQUESTS, pack(Stepped(outputs, core.get_stats())))
 
 
-def _take(core: EngineCore, link: Link, message: FromClient) -> None:
+def _start_compiled(core: EngineCore, link: Link, compiling: dict[int, list[Sequence]]) -> bool:
+    """Queue, or refuse, the requests whose grammar is decided; whether there were any."""
+    decided = [key for key, (first, *_) in compiling.items() if first.grammar is None or first.grammar.is_decided]
+    for request_id in decided:
+        sequences = compiling.pop(request_id)
+        try:
+            for seq in sequences:
+                core.add(seq)
+        except ValueError as error:
+            link.send(Kind.REQUESTS, pack(Refused(request_id, str(error))))
+    return bool(decided)
+
+
+def _take(core: EngineCore, link: Link, message: FromClient, compiling: dict[int, list[Sequence]]) -> None:
     if isinstance(message, Abort):
         for request_id in message.request_ids:
+            compiling.pop(request_id, None)
             core.abort(request_id)
     elif isinstance(message, Add):
         core.next_request_id = message.request_id
@@ -126,4 +144,5 @@ def _take(core: EngineCore, link: Link, message: FromClient) -> None:
             return
         for seq in sequences:
             seq.metrics.arrival_time = message.arrival_time
-            core.add(seq)
+        compiling[message.request_id] = sequences
+        _start_compiled(core, link, compiling)

@@ -1,26 +1,30 @@
 """FollowerCore: what stands in for EngineCore on ranks above 0 under torchrun."""
 
 from collections.abc import Sequence as AbstractSequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.engine.engine_core import EngineCore, EngineStats
+from nanollm.engine.grammars import Grammars
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput, unpack_outputs
 from nanollm.runtime.channel import Kind
 from nanollm.runtime.executor import Follower
 from nanollm.runtime.ranks import EngineDeadError
-from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.runtime.step_plan import SamplePlan, StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FollowerCore(EngineCore):
     """Validates requests as rank 0 does, but schedules nothing: step() runs rank 0's plans until it sends outputs."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, follower: Follower) -> None:
-        super().__init__(config, model_config, _NoExecutor(follower), overlap=False)
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, follower: Follower, grammars: Grammars) -> None:
+        super().__init__(config, model_config, _NoExecutor(follower), overlap=False, grammars=grammars)
         self._follower = follower
         self._made: list[Sequence] = []  # for the call that is not agreed on yet
         self._expected: set[int] = set()  # requests whose outputs are waited for
@@ -87,6 +91,12 @@ class _NoExecutor:
         self.num_kv_blocks, self.max_model_len = follower.num_kv_blocks, follower.max_model_len
 
     def submit(self, plan: StepPlan) -> None:
+        raise RuntimeError("only rank 0 schedules")
+
+    def logits(self) -> "torch.Tensor":
+        raise RuntimeError("only rank 0 schedules")
+
+    def sample(self, plan: SamplePlan) -> None:
         raise RuntimeError("only rank 0 schedules")
 
     def collect(self) -> StepResult:

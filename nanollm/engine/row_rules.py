@@ -9,6 +9,7 @@ from nanollm.sampling_params import (
     FIRST_SLOT,
     GREEDY_BELOW,
     HAS_BAD_WORDS,
+    HAS_MASK,
     HAS_RULES,
     MAX_BAD_WORDS,
     NUM_SLOTS,
@@ -21,7 +22,11 @@ _FOREVER = 2**31 - 1
 def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
     """The row's sampling parameters as StepPlan.params has them."""
     params = seq.params
-    flags = 0 if rules is None else HAS_RULES | (HAS_BAD_WORDS if rules.bad_words else 0)
+    flags = 0 if rules is None else HAS_RULES
+    if rules is not None and rules.bad_words:
+        flags |= HAS_BAD_WORDS
+    if params.structured_outputs is not None:
+        flags |= HAS_MASK
     words = struct.pack(
         "<fqiifffffi",
         params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
@@ -41,9 +46,8 @@ def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
 def has_rules(seq: Sequence) -> bool:
     """Whether some token is special in this sequence."""
     params = seq.params
-    return bool(params.logit_bias or params.allowed_token_ids or seq.bad_words or _penalizes(params)) or (
-        params.min_tokens > 0 and bool(seq.ends)
-    )
+    rules = params.logit_bias or params.allowed_token_ids or seq.bad_words or params.structured_outputs
+    return bool(rules or _penalizes(params) or (params.min_tokens and seq.ends))
 
 
 def _penalizes(params: SamplingParams) -> bool:

@@ -32,6 +32,9 @@ class Step:
     sampled: list[Sequence]
     # Sequences that want logits or log probabilities of their prompt, and of how many positions this step brings them.
     logit_spans: list[tuple[Sequence, int]]
+    # Those of plan.masked and plan.processed.
+    masked: list[Sequence]
+    processed: list[Sequence]
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Scheduler:
         self._free_all_rows()
         # Of plans of nothing but decodes: slices, since making an array of 256 numbers takes 10 µs.
         self._ones, self._numbers = np.ones(self._num_rows, np.int32), np.arange(self._num_rows, dtype=np.int32)
+        self._depends_on_host = False  # no row ever did: then no step looks for those that do
         self._num_steps = 0
         self._num_in_flight = 0
         self.num_preemptions = 0
@@ -107,6 +111,7 @@ class Scheduler:
         seq.max_tokens_total = min(seq.max_tokens_total, self.max_cached_tokens + 1)
         self.waiting[seq.request_id] = seq
         self.num_tokens_in += seq.num_prompt_tokens
+        self._depends_on_host |= seq.matcher is not None or bool(seq.params.logits_processors)
 
     def abort(self, request_id: int) -> bool:
         """End a request that waits or runs; False if there is none. In flight it is a mark; the free comes later."""
@@ -189,7 +194,7 @@ class Scheduler:
                     seq.prompt_logprobs if first else [],
                 )
             )
-        self.num_tokens_out += len(outputs) - sum(seq.finish_reason == "error" for seq in ended)
+        self.num_tokens_out += sum(len(output.new_token_ids) for output in outputs)
         for seq in ended:
             self._leave(seq)
         if self._leaving:
@@ -364,6 +369,10 @@ class Scheduler:
                 seq.num_pending += 1
                 seq.token_on_device = True
         num_logprobs = [seq.num_logprobs for seq in sampled] + num_logprobs
+        masked, processed = [], []
+        if self._depends_on_host:
+            masked = [i for i, seq in enumerate(sampled) if seq.matcher is not None]
+            processed = [i for i, seq in enumerate(sampled) if seq.params.logits_processors]
         rules = [row_rules(seq) for seq in started]
         row_ids_B = _int32([seq.row for seq in draft.sequences])
         all_sample = len(sampled) == len(draft.sequences)
@@ -387,8 +396,11 @@ class Scheduler:
             rules=_int32([word for row in rules if row is not None for word in row.pack()]),
             num_logprobs_L=_int32(num_logprobs if max(num_logprobs, default=-1) >= 0 else []),
             targets=_int32(targets),
+            masked=_int32(masked),
+            processed=_int32(processed),
         )
-        return Step(plan, draft.sequences, sampled, spans)
+        picked = [[sampled[i] for i in index] for index in (masked, processed)]
+        return Step(plan, draft.sequences, sampled, spans, *picked)
 
     def _leave(self, seq: Sequence) -> None:
         """Take a finished sequence off the running ones; blocks and row follow when no step in flight uses them."""

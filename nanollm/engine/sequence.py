@@ -1,15 +1,22 @@
 """One request inside the engine: its tokens, its blocks, and how far it has been computed."""
 
+import time
 from array import array
 from collections.abc import Sequence as AbstractSequence
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanollm.outputs import RequestMetrics, TokenLogprobs
 from nanollm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
+
+    from nanollm.engine.grammars import Grammar
+
+
+# What a token may take of the CPU to be followed through a grammar: a very ambiguous one would hold up all requests.
+MATCH_SECONDS = 0.1
 
 
 def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array[int]":
@@ -51,10 +58,12 @@ class Sequence:
         "ends",
         "finish_reason",
         "first_miss",
+        "grammar",
         "in_flight",
         "leader",
         "logits",
         "logprobs",
+        "matcher",
         "max_tokens_total",
         "metrics",
         "num_cached_tokens",
@@ -126,7 +135,9 @@ class Sequence:
         self.first_miss: bytes | None = None  # hash of the block that its last prefix match ended at
         self.prefix_epoch = -1
         self.finish_reason: str | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
+        self.grammar: Grammar | None = None
+        self.matcher: Any = None  # xgrammar.GrammarMatcher: what may follow the output so far
         self.logits: list[torch.Tensor] = []
         self.logprobs: list[TokenLogprobs] = []  # of the newest token
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on
@@ -151,9 +162,20 @@ class Sequence:
         self.num_pending -= 1
         if token_id < 0:  # every token was impossible: all logits -inf, or not a number
             self.finish_reason = "error"
+            if self.matcher is not None:
+                self.stop_reason = "structured_outputs and the other settings leave no token to choose"
             return
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", self.stop_token_ids[token_id]
         elif len(self.token_ids) >= self.max_tokens_total:
             self.finish_reason = "length"
+        elif self.matcher is not None:
+            self._follow(token_id)
+
+    def _follow(self, token_id: int) -> None:
+        start = time.thread_time()
+        if not self.matcher.accept_token(token_id):
+            self.finish_reason = "error"  # sampled against its mask
+        elif time.thread_time() - start > MATCH_SECONDS:
+            self.finish_reason, self.stop_reason = "error", "structured_outputs is too ambiguous: make it simpler"

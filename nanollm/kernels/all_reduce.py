@@ -121,9 +121,9 @@ def _sendable(x, LANE: tl.constexpr, SENTINEL: tl.constexpr):
 
 @triton.jit
 def _load_sendable(
-    x_STD, at, inside, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr, LANE: tl.constexpr, SENTINEL: tl.constexpr
+    x_ZTD, at, inside, part_stride, PARTS: tl.constexpr, dtype: tl.constexpr, LANE: tl.constexpr, SENTINEL: tl.constexpr
 ):
-    return _sendable(load_parts(x_STD, at, inside, part_stride, PARTS).to(dtype), LANE, SENTINEL)
+    return _sendable(load_parts(x_ZTD, at, inside, part_stride, PARTS).to(dtype), LANE, SENTINEL)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, 
 def _one_shot_kernel(
     y_TD,
     sum_TD,
-    x_STD,
+    x_ZTD,
     residual_TD,
     weight_D,
     eps,
@@ -215,14 +215,14 @@ def _one_shot_kernel(
     buffer = turn.to(tl.int64) * capacity
     for row in range(first, num_rows, step):
         start = row * stride
-        bits = _load_sendable(x_STD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
+        bits = _load_sendable(x_ZTD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
         for peer in tl.static_range(SIZE):
             if peer != rank:
                 _send(base[peer] + buffer + rank * slot, start + column, bits, inside)
     _next_turn(turns, turn, WORDS)
     for row in range(first, num_rows, step):
         start = row * stride
-        own = _load_sendable(x_STD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
+        own = _load_sendable(x_ZTD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
         residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)  # while the peers' is on its way
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
@@ -240,7 +240,7 @@ def _one_shot_kernel(
 def _two_shot_kernel(
     y_TD,
     sum_TD,
-    x_STD,
+    x_ZTD,
     residual_TD,
     weight_D,
     eps,
@@ -285,7 +285,7 @@ def _two_shot_kernel(
             if owner != rank:
                 row = group * SIZE + owner
                 there = inside & (row < num_rows)
-                bits = _load_sendable(x_STD, row * stride + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
+                bits = _load_sendable(x_ZTD, row * stride + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
                 _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
     _next_turn(turns, turn, WORDS)
     for group in range(first, num_groups, step):
@@ -293,7 +293,7 @@ def _two_shot_kernel(
         start = row * stride
         there = inside & (row < num_rows)
         in_slot = group * stride + column
-        own = _load_sendable(x_STD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
+        own = _load_sendable(x_ZTD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
         residual = tl.load(residual_TD + start + column, mask=there & ADD, other=0.0)
         total = tl.zeros([TILE], tl.float32)
         for peer in tl.static_range(SIZE):
@@ -385,7 +385,7 @@ def rows_that_fit(peers: PeerMemory, row_bytes: int, *, two_shot: bool) -> int:
 
 
 def peer_all_reduce(
-    x_STD: Tensor,
+    x_ZTD: Tensor,
     residual_TD: Tensor | None,
     weight_D: Tensor | None,
     eps: float,
@@ -395,15 +395,15 @@ def peer_all_reduce(
 ) -> tuple[Tensor, Tensor]:
     """all_reduce_reference of this rank's x_TD and the peers', [T, D], both results new and bitwise equal on all ranks.
 
-    x may also be float32 parts [parts, T, D], which are added up first, and rounded to the residual's dtype.
+    x may also be float32 parts [Z, T, D], which are added up first, and rounded to the residual's dtype.
 
     One-shot: everyone sends everything to everyone: one trip, (size - 1) * T * D elements out and in. Two-shot: each
     row is summed by one rank, rounded and sent back: two trips, 2 * (size - 1) / size * T * D elements.
     """
-    num_tokens, size = x_STD.shape[-2:]
-    x_STD = x_STD.contiguous().view(-1, num_tokens, size)
+    num_tokens, size = x_ZTD.shape[-2:]
+    x_ZTD = x_ZTD.contiguous().view(-1, num_tokens, size)
     no_residual = residual_TD is None
-    residual_TD = x_STD[0] if residual_TD is None else residual_TD.contiguous()
+    residual_TD = x_ZTD[0] if residual_TD is None else residual_TD.contiguous()
     itemsize = residual_TD.element_size()
     sum_TD = torch.empty_like(residual_TD)
     y_TD = sum_TD if weight_D is None else torch.empty_like(sum_TD)
@@ -418,7 +418,7 @@ def peer_all_reduce(
         kernel[(min(in_slot, programs),)](
             y_TD[piece],
             sum_TD[piece],
-            x_STD[:, piece],
+            x_ZTD[:, piece],
             residual_TD[piece],
             weight_D,
             eps,
@@ -430,7 +430,7 @@ def peer_all_reduce(
             num_rows,
             size,
             num_tokens * size,
-            PARTS=len(x_STD),
+            PARTS=len(x_ZTD),
             ADD=not no_residual,
             NORM=weight_D is not None,
             SIZE=peers.size,

@@ -1,4 +1,8 @@
-"""Attention of one new token a row over its paged KV cache, the cache split over programs (Dao et al., 2023)."""
+"""Attention of one new token a row over its paged KV cache, the cache split over programs (Dao et al., 2023).
+
+It may start from the QKV projection: the program of a KV head then does what qkv_to_cache would for its heads, which
+saves a kernel, and the new token's K and V needn't come back through the cache.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import functools
@@ -20,6 +24,8 @@ from nanollm.kernels.backend import (
     tl,
     triton,
 )
+from nanollm.kernels.qkv_to_cache import qkv_to_cache
+from nanollm.kernels.rms_norm import load_parts
 
 
 def decode_attention_reference(
@@ -109,7 +115,37 @@ def _combine(
     tl.store(out_GH + offset_GH, acc_GH.to(out_GH.dtype.element_ty), mask=inside_GH)
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_tables_BM", "context_lens_B"])
+@triton.jit
+def _rotated_heads(
+    qkv_ZBX,
+    start,
+    inside,
+    part_stride,
+    norm_H,
+    angles_H,
+    eps,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    """Heads of q or k from the projection, normed and rotated as in qkv_to_cache: [heads, H]. start: where each is."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim_H = tl.arange(0, HEAD_TILE)
+    is_first_H = dim_H < HALF
+    other_H = tl.where(is_first_H, dim_H + HALF, dim_H - HALF)  # that rope pairs it with
+    x = load_parts(qkv_ZBX, start + dim_H[None, :], inside, part_stride, PARTS)
+    other = load_parts(qkv_ZBX, start + other_H[None, :], inside, part_stride, PARTS)
+    if QK_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        x *= scale * tl.load(norm_H + dim_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+        other *= scale * tl.load(norm_H + other_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    cos_H = tl.load(angles_H + tl.minimum(dim_H, other_H), mask=dim_H < HEAD_DIM, other=0.0)
+    sin_H = tl.load(angles_H + HALF + tl.minimum(dim_H, other_H), mask=dim_H < HEAD_DIM, other=0.0)
+    return x * cos_H[None, :] + other * tl.where(is_first_H, -sin_H, sin_H)[None, :]
+
+
+@triton.jit(do_not_specialize_on_alignment=["block_tables_BM", "context_lens_B", "positions_B", "slots_B"])
 def _decode_attention_kernel(
     out_BNH,
     partial_BKSGH,
@@ -120,10 +156,20 @@ def _decode_attention_kernel(
     v_cache,
     block_tables_BM,
     context_lens_B,
+    q_norm_H,
+    k_norm_H,
+    rope_PH,
+    positions_B,
+    slots_B,
     q_stride,
+    part_stride,
     table_stride,
     table_len,
     scale_log2,
+    eps,
+    FROM_QKV: tl.constexpr,
+    PARTS: tl.constexpr,
+    QK_NORM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -139,7 +185,8 @@ def _decode_attention_kernel(
     PDL: tl.constexpr,
 ):
     # One program takes one KV head of one row, with all query heads that share it, and every num_splits-th tile of its
-    # tokens. The grid depends on the bucket alone; programs without a tile leave at once.
+    # tokens. The grid depends on the bucket alone; programs without a tile leave at once. FROM_QKV, q_BNH is the QKV
+    # projection, and the new token is taken from there, by the first split.
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     head_G, dim_H, token_C = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
     inside_GH = (head_G < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
@@ -151,7 +198,8 @@ def _decode_attention_kernel(
     context = tl.load(context_lens_B + row)
     table = block_tables_BM + row * table_stride
     block_C = _blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
-    q_GH = tl.load(q_BNH + row * q_stride + kv_head * GROUP * HEAD_DIM + offset_GH, mask=inside_GH, other=0.0)
+    if not FROM_QKV:
+        q_GH = tl.load(q_BNH + row * q_stride + kv_head * GROUP * HEAD_DIM + offset_GH, mask=inside_GH, other=0.0)
 
     num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
     if split >= num_splits:
@@ -159,6 +207,28 @@ def _decode_attention_kernel(
     top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
     total_GC = tl.zeros([GROUP_PAD, TILE], tl.float32)  # summed over C only at the end: warps would meet for each sum
     acc_GH = tl.zeros([GROUP_PAD, HEAD_TILE], tl.float32)
+    if FROM_QKV:
+        angles_H = rope_PH + tl.load(positions_B + row).to(tl.int64) * HEAD_DIM
+        slot, one = tl.load(slots_B + row).to(tl.int64), tl.arange(0, 1)[:, None]
+        start, inside_1H = row * q_stride, (dim_H < HEAD_DIM)[None, :]
+        q_start = start + (kv_head * GROUP + head_G)[:, None] * HEAD_DIM
+        k_start = start + (NUM_KV_HEADS * GROUP + kv_head + one) * HEAD_DIM
+        q_GH = _rotated_heads(
+            q_BNH, q_start, inside_GH, part_stride, q_norm_H, angles_H, eps, PARTS, HEAD_DIM, HEAD_TILE, QK_NORM
+        ).to(k_cache.dtype.element_ty)
+        context -= 1
+        if (split == 0) & (context >= 0):
+            k_1H = _rotated_heads(
+                q_BNH, k_start, inside_1H, part_stride, k_norm_H, angles_H, eps, PARTS, HEAD_DIM, HEAD_TILE, QK_NORM
+            ).to(k_cache.dtype.element_ty)
+            v_1H = load_parts(q_BNH, k_start + NUM_KV_HEADS * HEAD_DIM + dim_H[None, :], inside_1H, part_stride, PARTS)
+            v_1H = tl.where(tl.abs(v_1H) < float("inf"), v_1H, 0.0).to(v_cache.dtype.element_ty)
+            at_1H = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim_H[None, :]
+            tl.store(k_cache + at_1H, k_1H, mask=inside_1H & (slot >= 0))
+            tl.store(v_cache + at_1H, v_1H, mask=inside_1H & (slot >= 0))
+            top_G = tl.sum(q_GH.to(tl.float32) * k_1H.to(tl.float32), 1) * scale_log2
+            total_GC += (token_C == 0).to(tl.float32)[None, :]
+            acc_GH += v_1H.to(tl.float32)
     for first in tl.range(split * TILE, context, num_splits * TILE, num_stages=STAGES):
         slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
         # The next tile's blocks are looked up a tile ahead: the loads of K and V depend on them.
@@ -238,6 +308,23 @@ def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dty
     return launch
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """What qkv_to_cache needs beside the projection and the caches; named as there."""
+
+    q_norm_H: Tensor | None
+    k_norm_H: Tensor | None
+    eps: float
+    rope_PH: Tensor
+    positions_B: Tensor
+    slots_B: Tensor
+
+
+def starts_from_qkv(num_rows: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether decode_attention_from_qkv is the better way: where launches take the time, not reading the cache."""
+    return num_rows * num_kv_heads <= 4 * gpu(device).num_sms
+
+
 @functools.cache
 def _arrived(device: torch.device, size: int) -> Tensor:
     """Zeros, which every launch leaves as zeros. One for all launches: they follow one another in one stream."""
@@ -254,8 +341,9 @@ def _decode_attention_triton(
     launch: Launch | None = None,
     *,
     keep: bool = False,
+    source: NewTokens | None = None,
 ) -> None:
-    num_rows, num_heads, head_dim = q_BNH.shape
+    num_rows, num_heads, head_dim = out_BNH.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     device = q_BNH.device
@@ -275,10 +363,20 @@ def _decode_attention_triton(
         v_cache,
         block_tables_BM,
         context_lens_B,
+        q_BNH if source is None or source.q_norm_H is None else source.q_norm_H,
+        q_BNH if source is None or source.k_norm_H is None else source.k_norm_H,
+        q_BNH if source is None else source.rope_PH,
+        context_lens_B if source is None else source.positions_B,
+        context_lens_B if source is None else source.slots_B,
+        q_BNH.stride(-2 if source is not None else 0),
         q_BNH.stride(0),
         block_tables_BM.stride(0),
         block_tables_BM.shape[1],
         head_dim**-0.5 * math.log2(math.e),
+        0.0 if source is None else source.eps,
+        FROM_QKV=source is not None,
+        PARTS=len(q_BNH) if source is not None and q_BNH.dim() == 3 else 1,
+        QK_NORM=source is not None and source.q_norm_H is not None,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -294,6 +392,33 @@ def _decode_attention_triton(
         num_warps=launch.num_warps,
         **overlap(device),
     )
+
+
+def decode_attention_from_qkv(
+    qkv_BX: Tensor,
+    source: NewTokens,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables_BM: Tensor,
+    context_lens_B: Tensor,
+) -> Tensor:
+    """qkv_to_cache, then decode_attention, in one kernel on a GPU. qkv_BX: as qkv_to_cache takes it. Returns [B, N, H].
+
+    What is left in the caches, and the result, are those of the two to within rounding.
+    """
+    if not runs_triton(qkv_BX):
+        q_BNH = qkv_to_cache(
+            qkv_BX, source.q_norm_H, source.k_norm_H, source.eps, source.rope_PH, source.positions_B, source.slots_B,
+            k_cache, v_cache,
+        )  # fmt: skip
+        return decode_attention(q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B)
+    num_rows, num_all = qkv_BX.shape[-2:]
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    out_BNH = k_cache.new_empty(num_rows, num_all // head_dim - 2 * num_kv_heads, head_dim)
+    _decode_attention_triton(
+        out_BNH, qkv_BX.contiguous(), k_cache, v_cache, block_tables_BM, context_lens_B, source=source
+    )
+    return out_BNH
 
 
 def decode_attention(

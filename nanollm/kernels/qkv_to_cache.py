@@ -52,7 +52,7 @@ def _qkv_to_cache_kernel(
     q_TNH,
     k_cache,
     v_cache,
-    qkv_PTX,
+    qkv_ZTX,
     q_norm_H,
     k_norm_H,
     rope_PH,
@@ -87,8 +87,8 @@ def _qkv_to_cache_kernel(
         gdc_launch_dependents()
         gdc_wait()
     source = token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + head * HEAD_DIM + dim
-    x1 = load_parts(qkv_PTX, source, inside, part_stride, PARTS)
-    x2 = load_parts(qkv_PTX, source + HALF, inside, part_stride, PARTS)
+    x1 = load_parts(qkv_ZTX, source, inside, part_stride, PARTS)
+    x2 = load_parts(qkv_ZTX, source + HALF, inside, part_stride, PARTS)
     angles = rope_PH + tl.load(positions_T + token).to(tl.int64) * HEAD_DIM + dim
     cos = tl.load(angles, mask=dim < HALF, other=0.0)
     sin = tl.load(angles + HALF, mask=dim < HALF, other=0.0)
@@ -167,7 +167,7 @@ def qkv_to_cache(
 ) -> Tensor:
     """Returns q_TNH, normed and rotated; writes k (normed and rotated) and v to the cache.
 
-    qkv_TX: [T, (N + 2K) * H], heads of q, then k, then v; or float32 parts of it, [parts, T, (N + 2K) * H].
+    qkv_TX: [T, (N + 2K) * H], heads of q, then k, then v; or float32 parts of it, [Z, T, (N + 2K) * H].
     q_norm_H, k_norm_H: RMSNorm weights over the head dim, or None for models without.
     rope_PH: float32 [positions, H]: cos of the H/2 angles, then sin.
     slots_T: where each token's k and v go, block * block_size + offset; -1 for nowhere.

@@ -22,11 +22,11 @@ def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, 
 
 
 @triton.jit
-def load_parts(x_STD, at, inside, part_stride, PARTS: tl.constexpr):
+def load_parts(x_ZTD, at, inside, part_stride, PARTS: tl.constexpr):
     """The sum of a row's parts, float32, in their order; part_stride elements apart."""
-    x = tl.load(x_STD + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ZTD + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        x += tl.load(x_STD + part * tl.cast(part_stride, tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(x_ZTD + part * tl.cast(part_stride, tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
     return x
 
 
@@ -34,7 +34,7 @@ def load_parts(x_STD, at, inside, part_stride, PARTS: tl.constexpr):
 def _rms_norm_kernel(
     y_TD,
     sum_TD,
-    x_STD,
+    x_ZTD,
     residual_TD,
     weight_D,
     size,
@@ -53,7 +53,7 @@ def _rms_norm_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    x = load_parts(x_STD, start + column_D, inside_D, part_stride, PARTS)
+    x = load_parts(x_ZTD, start + column_D, inside_D, part_stride, PARTS)
     if ADD:
         x += tl.load(residual_TD + start + column_D, mask=inside_D, other=0.0).to(tl.float32)
         tl.store(sum_TD + start + column_D, x.to(sum_TD.dtype.element_ty), mask=inside_D)
@@ -96,7 +96,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(residual + x), residual + x), both new. Floor on a GPU: two reads and two writes of [T, D].
 
-    x may also be float32 parts [parts, T, D], which are added up first.
+    x may also be float32 parts [Z, T, D], which are added up first.
     """
     if runs_triton(x_TD):
         return _rms_norm_triton(x_TD, residual_TD, weight_D, eps)

@@ -107,7 +107,7 @@ def _one_row_kernel(
     tl.store(y_O + out_O, y.to(y_O.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _skinny_matmul_kernel(
     y_MO,
     x_MD,

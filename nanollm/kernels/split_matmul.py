@@ -65,7 +65,9 @@ def default_tiles(num_rows: int, size_out: int, size_in: int, num_sms: int) -> T
     if num_rows > 64 or size_out // 64 >= num_sms:
         return None
     splits = 1
-    while splits < 8 and size_out // 64 * splits < num_sms and size_in // splits >= 1024:
+    while (
+        splits < 8 and size_out // 64 * splits < num_sms and size_in // splits >= 1024 and not size_in % (256 * splits)
+    ):
         splits *= 2
     tiles = Tiles(max(num_rows, 16), 64, 128, 4, 4, splits)
     return tiles if tiles.suit(size_out, size_in) else None
@@ -91,9 +93,9 @@ def split_matmul_reference(x_MD: Tensor, weight_OD: Tensor, splits: int) -> Tens
     return torch.stack([F.linear(x_Md, weight_Od) for x_Md, weight_Od in parts])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _split_matmul_kernel(
-    y_SMO,
+    y_ZMO,
     x_MD,
     weight_OD,
     num_rows,
@@ -130,7 +132,7 @@ def _split_matmul_kernel(
             acc = tl.dot(w_OD, x_MC.T, acc, input_precision="tf32x3")
     y_MO = acc if ROWS >= 128 else acc.T
     at_MO = (split * num_rows + row_M)[:, None] * size_out + out_O[None, :]
-    tl.store(y_SMO + at_MO, y_MO.to(y_SMO.dtype.element_ty), mask=(row_M < num_rows)[:, None])
+    tl.store(y_ZMO + at_MO, y_MO.to(y_ZMO.dtype.element_ty), mask=(row_M < num_rows)[:, None])
 
 
 @triton.jit
@@ -143,9 +145,9 @@ def _prefetch(pointers):
 def _split_matmul_triton(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles) -> Tensor:
     num_rows, (size_out, size_in) = len(x_MD), weight_OD.shape
     shape = (tiles.splits, num_rows, size_out)
-    y_SMO = x_MD.new_empty(shape, dtype=torch.float32 if tiles.splits > 1 else None)
+    y_ZMO = x_MD.new_empty(shape, dtype=torch.float32 if tiles.splits > 1 else None)
     _split_matmul_kernel[(triton.cdiv(num_rows, tiles.rows), size_out // tiles.outs, tiles.splits)](
-        y_SMO,
+        y_ZMO,
         x_MD.contiguous(),
         weight_OD,
         num_rows,
@@ -159,11 +161,11 @@ def _split_matmul_triton(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles) -> Tenso
         num_warps=tiles.num_warps,
         **overlap(x_MD.device),
     )
-    return y_SMO if tiles.splits > 1 else y_SMO[0]
+    return y_ZMO if tiles.splits > 1 else y_ZMO[0]
 
 
 def split_matmul(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles) -> Tensor:
-    """y = x W^T: [M, O] or, in parts that are still to be added up, float32 [splits, M, O]. tiles: of tiles_for.
+    """y = x W^T: [M, O] or, in parts that are still to be added up, float32 [Z, M, O]. tiles: of tiles_for.
 
     Floor on a GPU: one read of W.
     """

@@ -56,9 +56,11 @@ def _tile_stats_kernel(
     params_RP,
     words_RV,
     slots_R3S,
+    masks_RW,
     size,
     row_stride,
     words_stride,
+    masks_stride,
     num_tiles,
     HAS_RULES: tl.constexpr,
     TILES: tl.constexpr,
@@ -78,7 +80,19 @@ def _tile_stats_kernel(
             tile = first + i + tl.arange(0, 1)
             column = tile[:, None] * TILE_SIZE + within
             x = load_raw(logits_SV + s * row_stride, column, column < size)
-            x = apply_rules(x, column, column < size, row, position, params_RP, words_RV, words_stride, slots_R3S)
+            x = apply_rules(
+                x,
+                column,
+                column < size,
+                row,
+                position,
+                params_RP,
+                words_RV,
+                words_stride,
+                slots_R3S,
+                masks_RW,
+                masks_stride,
+            )
             tl.store(scratch_SV + s * size + column, x, mask=column < size)
             _store_stats(max_SN, mass_SN, s * num_tiles, tile, num_tiles, x, temperature)
     else:
@@ -105,9 +119,11 @@ def _tile_stats_triton(rows: RowLogits, tiles: int = 32, num_warps: int = 4) -> 
             state.params_RP,
             state.words_RV,
             state.slots_R3S,
+            state.masks_RW,
             size,
             rows.logits_SV.stride(0),
             state.words_RV.stride(0),
+            state.masks_RW.stride(0),
             num_tiles,
             HAS_RULES=rows.has_rules,
             TILES=tiles,

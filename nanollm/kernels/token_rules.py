@@ -1,9 +1,9 @@
 """What a row's sampling parameters do to single logits: bans, bias and penalties, in vLLM's order.
 
-1. Tokens outside allowed_token_ids, tokens that would complete one of bad_words, and stop tokens before min_tokens,
-   get -inf. 2. logit_bias is added. 3. repetition_penalty divides positive and multiplies negative logits of tokens in
-the prompt or the output (Keskar et al., 2019); frequency_penalty × the token's count in the output is subtracted, and
-presence_penalty if that count is not 0. All in float32; NaN counts as -inf.
+1. Tokens outside allowed_token_ids, or outside the row's mask (a grammar's), tokens that would complete one of
+bad_words, and stop tokens before min_tokens, get -inf. 2. logit_bias is added. 3. repetition_penalty divides positive
+and multiplies negative logits of tokens in the prompt or the output (Keskar et al., 2019); frequency_penalty × the
+token's count in the output is subtracted, and presence_penalty if that count is not 0. All in float32; NaN is -inf.
 
 What is special about a token in a row is one 32-bit word, kept on the device, so a row needs no host round trip: the
 token's count in the output, whether it is in the prompt, and a slot, which says its bias and when it is banned.
@@ -20,6 +20,7 @@ from nanollm.sampling_params import (
     BAD_PREFIX,
     BANNED_SLOT,
     FREQUENCY,
+    HAS_MASK,
     MAX_BAD_WORDS,
     NUM_PARAMS,
     NUM_SLOTS,
@@ -37,19 +38,22 @@ _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
     tl.constexpr(column) for column in (REPETITION, FREQUENCY, PRESENCE, RULES)
 )
 _SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
-_NUM_SLOTS, _BANNED_SLOT = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT)
+_NUM_SLOTS, _BANNED_SLOT, _HAS_MASK = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT), tl.constexpr(HAS_MASK)
 PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
 
 
 @dataclass
 class SamplerState:
-    """What the sampler remembers of each of R rows, on the device; the last row is scratch, for padding. All int32.
+    """What the sampler remembers of each of R rows, on the device. All int32.
 
-    params_RP: the columns of nanollm.sampling_params. words_RV: of the tokens of this rank's share of the vocabulary.
+    params_RP: the columns of nanollm.sampling_params; the last row is scratch, for padding. The others may have fewer
+        rows, and are read only where the column RULES says so.
+    words_RV: of the tokens of this rank's share of the vocabulary.
     slots_R3S: bias and bans of NUM_SLOTS slots, zeros in NO_SLOT. last_RH: the BAD_PREFIX tokens sampled last, oldest
         first, -2 for none.
     bad_words_RWN: [R, MAX_BAD_WORDS, 1 + BAD_PREFIX]: slot of the last token (0 for no word), then the tokens before
         it, right-aligned, -1 on the left.
+    masks_RW: of rows that have a mask, a bit for each token of words_RV, the lowest first; 1 allows it.
     """
 
     params_RP: Tensor
@@ -57,6 +61,7 @@ class SamplerState:
     slots_R3S: Tensor
     last_RH: Tensor
     bad_words_RWN: Tensor
+    masks_RW: Tensor
 
     @staticmethod
     def empty(num_rows: int, vocab_share: int, device: torch.device) -> "SamplerState":
@@ -69,6 +74,7 @@ class SamplerState:
             zeros(num_rows, 3, NUM_SLOTS),
             zeros(num_rows, BAD_PREFIX) - 2,
             zeros(num_rows, MAX_BAD_WORDS, 1 + BAD_PREFIX),
+            zeros(num_rows, -(-vocab_share // 32)),
         )
 
 
@@ -115,6 +121,9 @@ class RowLogits:
         count_V, in_prompt_V, slot_V = word_V & COUNT_MASK, word_V < 0, (word_V >> SLOT_SHIFT & SLOT_MASK).long()
         bias_V, until_V, banned_at_V = self.state.slots_R3S[row][:, slot_V]
         banned_V = (slot_V == BANNED_SLOT) | (position < until_V) | ((position == banned_at_V) & (slot_V > 0))
+        if self.ints(RULES)[s] & HAS_MASK:
+            token_V = torch.arange(len(x_V), device=x_V.device)
+            banned_V |= (self.state.masks_RW[row, token_V // 32] >> token_V % 32 & 1) == 0
         x_V = torch.where(banned_V, float("-inf"), x_V + bias_V.view(torch.float32))
         penalty = self.floats(REPETITION)[s]
         x_V = torch.where(in_prompt_V | (count_V > 0), torch.where(x_V > 0, x_V / penalty, x_V * penalty), x_V)
@@ -162,7 +171,7 @@ def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
-def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S):
+def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride):
     """RowLogits.processed on the device: x are raw logits of the row at these columns."""
     word = tl.load(words_RV + row * words_stride + column, mask=mask, other=0)
     count = (word & _COUNT_MASK).to(tl.float32)
@@ -173,6 +182,9 @@ def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_strid
     until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
     banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
     banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
+    has_mask = (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0
+    allowed = tl.load(masks_RW + row * masks_stride + column // 32, mask=mask & has_mask, other=-1)
+    banned |= ((allowed >> (column % 32)) & 1) == 0
     x = tl.where(banned, float("-inf"), x + bias)
     penalty = float_param(params_RP, row, _REPETITION)
     x = tl.where((count > 0) | (word < 0), tl.where(x > 0, x / penalty, x * penalty), x)

@@ -12,7 +12,13 @@ from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.attention import paged_attention
 from nanollm.kernels.backend import HAS_TRITON, gpu
-from nanollm.kernels.decode_attention import decode_attention, decode_attention_reference
+from nanollm.kernels.decode_attention import (
+    NewTokens,
+    decode_attention,
+    decode_attention_from_qkv,
+    decode_attention_reference,
+    starts_from_qkv,
+)
 from nanollm.kernels.flash_attention import find_flash
 from nanollm.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
@@ -60,21 +66,21 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Hidden, batch: StepBatch, rope_PH: Tensor) -> Hidden:
         qkv_TX, residual_TD = self.qkv_proj(hidden)
-        q_TNH = qkv_to_cache(
-            qkv_TX,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            rope_PH,
-            batch.positions_T,
-            batch.slots_T,
-            self.k_cache,
-            self.v_cache,
-        )
+        q_norm_H = None if self.q_norm is None else self.q_norm.weight
+        k_norm_H = None if self.k_norm is None else self.k_norm.weight
+        caches = self.k_cache, self.v_cache
+        if (
+            batch.query_starts_B1 is None
+            and self.backend.decode is decode_attention
+            and starts_from_qkv(len(batch.positions_T), self.num_kv_heads, self.k_cache.device)
+        ):
+            tokens = NewTokens(q_norm_H, k_norm_H, self.eps, rope_PH, batch.positions_T, batch.slots_T)
+            out_TNH = decode_attention_from_qkv(qkv_TX, tokens, *caches, batch.block_tables_BM, batch.context_lens_B)
+            return self.o_proj(out_TNH.flatten(1), residual_TD)
+        q_TNH = qkv_to_cache(qkv_TX, q_norm_H, k_norm_H, self.eps, rope_PH, batch.positions_T, batch.slots_T, *caches)
         out_TNH = paged_attention(
             q_TNH,
-            self.k_cache,
-            self.v_cache,
+            *caches,
             batch.block_tables_BM,
             batch.context_lens_B,
             batch.decode_lens_C,

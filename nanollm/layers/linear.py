@@ -37,7 +37,7 @@ class ColumnParallelLinear(LinearBase):
     """y_r = norm(x) W_r^T + b_r: each rank holds some of the output features. No communication of its own.
 
     Reads a Hidden, so the pending all-reduce, residual add and norm are done here, in whatever way is best. On a GPU
-    y_r may come as float32 parts [parts, T, out_r] that are still to be added up.
+    y_r may come as float32 parts [Z, T, out_r] that are still to be added up.
     outputs: (checkpoint name, whole size, this rank's range of it) for each projection that is fused into this one.
     """
 

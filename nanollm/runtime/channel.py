@@ -34,6 +34,7 @@ class Kind(IntEnum):
     ERROR = 6  # UTF-8 text; follower: time of its failure and traceback; rank 0: which rank failed and why
     APPLY = 7  # rank 0: name of a function to call with the model; follower: what it returned, as JSON
     REQUESTS = 8  # between the engine process and its client, both ways: msgpack of nanollm.engine.engine_process
+    SAMPLE = 9  # rank 0: the rank's share of a packed SamplePlan, for the step of the PLAN before
 
 
 def pack(kind: Kind, payload: bytes) -> bytes:

@@ -1,7 +1,10 @@
 """Decode steps, captured and replayed: per batch size a CUDA graph for forward, and for sampling one without filters
 and one with them."""
 
+import functools
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,27 @@ _STAGING = 4  # host buffers in turn: more than the steps that may be in flight
 def capture_sizes(max_rows: int) -> list[int]:
     """Batch sizes that are captured: 1, 2, 4, 8, 16, 24 …, and always max_rows."""
     return sorted({*(n for n in (1, 2, 4) if n < max_rows), *range(8, max_rows, 8), max_rows})
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # one for all captures, since libraries keep a workspace for each
+
+
+@contextmanager
+def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what is launched inside. pool: of torch.cuda.graph_pool_handle().
+
+    torch.cuda.graph would empty PyTorch's cache of memory each time, which takes longer than to capture a small step:
+    empty it once, before the first.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
 
 
 @dataclass
@@ -71,9 +95,10 @@ class DecodeSteps:
             and np.array_equal(plan.sampled_rows_S, plan.row_ids_B)
         )
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Queue the step; returns its token ids, int64 [B], good until the next step is queued, and log probabilities
-        as of Sampler.token_logprobs, if any row wants them."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None]]]:
+        """Queue the step up to its logits. Returns them, [B, V_r] and padding, good until the next step is queued; and
+        what queues sampling, given these or others in their place: it returns token ids, int64 [B], good as long, and
+        log probabilities as of Sampler.token_logprobs, if any row wants them."""
         num_rows = len(plan.row_ids_B)
         size = self._size_for[num_rows]
         self._turn = (self._turn + 1) % _STAGING
@@ -100,34 +125,48 @@ class DecodeSteps:
             self._forward(size)
         else:
             graphs.forward.replay()
-        # What few steps have is not captured: log probabilities, and filters that other ranks must hear of.
-        if graphs is None or filters not in graphs.samples or len(plan.num_logprobs_L):
-            ids_B, logprobs = self._sample(size, filters, self._rows.wanted_logprobs(plan, slice(None)))
-            return ids_B[:num_rows], logprobs
-        sampling, ids_B = graphs.samples[filters]
-        sampling.replay()
-        return ids_B[:num_rows], None
+        logits_r = self._logits_r[:size]
+
+        def sample(given_r: Tensor) -> tuple[Tensor, Tensor | None]:
+            # What few steps have is not captured: log probabilities, filters that other ranks must hear of, and logits
+            # that the host changed.
+            is_captured = graphs is not None and filters in graphs.samples and given_r is logits_r
+            if graphs is None or not is_captured or len(plan.num_logprobs_L):
+                ids_B, logprobs = self._sample(given_r, filters, self._rows.wanted_logprobs(plan, slice(None)))
+                return ids_B[:num_rows], logprobs
+            sampling, ids_B = graphs.samples[filters]
+            sampling.replay()
+            return ids_B[:num_rows], None
+
+        return logits_r, sample
 
     def graphs_for(self, num_rows: int) -> _Graphs | None:
         """The graphs that a step of this many rows replays; None if it runs kernel by kernel."""
         return self._graphs.get(self._size_for[num_rows])
 
+    def launch_all(self) -> None:
+        """Launch every kernel that steps may need, whatever their number of rows and filters."""
+        for filters in Filters:  # first, for theirs take long to compile
+            self._sample(self._logits_r[:1], filters)
+        for size in sorted(set(self._size_for), reverse=True):
+            self._forward(size)
+
     def capture(self, sizes: list[int]) -> float:
         """Capture these sizes, largest first; returns the seconds it took. Every rank does so in the same order."""
         start = time.monotonic()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
         for size in sorted(sizes, reverse=True):
             self._words.fill_(-1)  # every row padding
             self._words[:, COMPUTED] = 0
-            graphs = _Graphs(torch.cuda.CUDAGraph(), {})
-            self._forward(size)  # compiles kernels and sets libraries up, which capture can't
-            with torch.cuda.graph(graphs.forward, pool=self._pool, capture_error_mode="thread_local"):
+            self._forward(size)  # sets libraries up, which capture can't
+            with capturing(self._pool) as forward:
                 self._forward(size)
+            graphs = _Graphs(forward, {})
             for filters in (Filters.NONE, Filters.ALL) if self._sampler.tp.size == 1 else (Filters.NONE,):
-                self._sample(size, filters)
-                sampling = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(sampling, pool=self._pool, capture_error_mode="thread_local"):
-                    ids_B, _ = self._sample(size, filters)
+                self._sample(self._logits_r[:size], filters)
+                with capturing(self._pool) as sampling:
+                    ids_B, _ = self._sample(self._logits_r[:size], filters)
                 graphs.samples[filters] = sampling, ids_B
             if Filters.ALL in graphs.samples:  # on one rank it makes no difference
                 graphs.samples[Filters.LARGEST] = graphs.samples[Filters.ALL]
@@ -157,7 +196,7 @@ class DecodeSteps:
         self._model.lm_head(self._model.hidden(batch), out=self._logits_r[:size])
 
     def _sample(
-        self, size: int, filters: Filters = Filters.NONE, logprobs: tuple[Tensor, int] | None = None
+        self, logits_r: Tensor, filters: Filters = Filters.NONE, logprobs: tuple[Tensor, int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        inputs = self._inputs.first(size)
-        return self._sampler.sample(self._logits_r[:size], inputs.rows_B, inputs.sample_positions_B, filters, logprobs)
+        inputs = self._inputs.first(len(logits_r))
+        return self._sampler.sample(logits_r, inputs.rows_B, inputs.sample_positions_B, filters, logprobs)

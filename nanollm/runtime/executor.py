@@ -16,9 +16,9 @@ import torch
 from nanollm.config import EngineConfig
 from nanollm.models.source import ModelSource
 from nanollm.runtime.channel import Kind, Link, LinkClosedError
-from nanollm.runtime.model_runner import ModelRunner, PendingResult
+from nanollm.runtime.model_runner import ModelRunner, PendingResult, WaitingStep
 from nanollm.runtime.ranks import EngineDeadError, Ranks, failures_told, start_ranks
-from nanollm.runtime.step_plan import StepPlan, StepResult
+from nanollm.runtime.step_plan import SamplePlan, StepPlan, StepResult
 
 _LOAD_TIMEOUT = 3600.0  # seconds; a large model from a slow disk
 _SPIN_SECONDS = 0.02  # how long a rank on a GPU looks for the next plan before it sleeps; a few steps of decoding
@@ -29,6 +29,7 @@ _CLOSED = "this engine was closed: make a new LLM"
 
 class Executor:
     """Rank 0's view of all ranks. submit() launches a step, collect() waits for the oldest; two may be in flight.
+    A step that waits for a SamplePlan gets it by sample(), before anything else is submitted.
 
     At tensor_parallel_size 1 there are no other ranks, and a step that raises leaves the executor usable. With more,
     any error on any rank ends all of them and is raised as EngineDeadError, since ranks may be out of step.
@@ -36,6 +37,7 @@ class Executor:
 
     def __init__(self, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         self._pending: deque[PendingResult] = deque()
+        self._waiting: WaitingStep | None = None  # the newest, if it was not sampled yet
         self._step_timeout = config.step_timeout
         self._runner: ModelRunner | None = None
         self._dead = ""
@@ -74,7 +76,28 @@ class Executor:
                 plan.step = self._next_step  # of those sent: a plan that Ctrl-C kept here leaves no gap
                 self._next_step = (self._next_step + 1) % _STEPS
                 self.ranks.send(Kind.PLAN, plan.pack(), self._step_timeout)
-            self._pending.append(runner.launch(plan))
+            launched = runner.launch(plan)
+            if isinstance(launched, WaitingStep):
+                self._waiting = launched
+            else:
+                self._pending.append(launched)
+
+    def logits(self) -> torch.Tensor:
+        """Of the step that waits to be sampled: float32 [len(plan.processed), V], on the CPU."""
+        assert self._waiting is not None
+        with self._ends_all_ranks():
+            return self._waiting.wait(self._step_timeout, self.ranks.check)
+
+    def sample(self, plan: SamplePlan) -> None:
+        """Launch the sampling of the step that waits for this plan, on every rank."""
+        runner, step = self.runner, self._waiting
+        assert step is not None
+        with self._ends_all_ranks():
+            plan.step = step.plan.step
+            shares = [runner.share(plan, step.plan, rank).pack() for rank in range(1, self.ranks.tp.size)]
+            self.ranks.send(Kind.SAMPLE, shares, self._step_timeout)
+            self._pending.append(runner.sample(step, runner.share(plan, step.plan, 0)))
+            self._waiting = None
 
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step; TimeoutError if it takes longer than step_timeout."""
@@ -83,6 +106,7 @@ class Executor:
 
     def discard(self) -> None:
         """Wait for all submitted steps and forget what they bring."""
+        self._waiting = None
         while self._pending:
             with contextlib.suppress(Exception):  # a failed rank is remembered, and the next submit says so
                 self.collect()
@@ -130,7 +154,7 @@ class Executor:
     def _end(self, why: str) -> None:
         self._dead = self._dead or why
         self._pending.clear()
-        self._runner = None
+        self._waiting = self._runner = None
         self._finalizer()
 
     def _agree(self, config: EngineConfig, runner: ModelRunner) -> None:
@@ -178,6 +202,7 @@ class Follower:
         self._step_timeout = config.step_timeout
         self._next_step = 0
         self._pending: deque[PendingResult] = deque()
+        self._waiting: WaitingStep | None = None
         self._runner: ModelRunner | None = None
         self._dead = ""
         self._finalizer = weakref.finalize(self, _close, ranks)
@@ -208,11 +233,19 @@ class Follower:
                         result = import_by_name(payload.decode())(self._runner.model)
                     self._link.send(Kind.APPLY, json.dumps(result).encode())
                     continue
-                if kind is not Kind.PLAN:
+                if kind is Kind.PLAN:  # if rank 0 has given up a step that was to be sampled, so does this
+                    plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._next_step)
+                    self._next_step = (self._next_step + 1) % _STEPS
+                    launched = self._runner.launch(plan)
+                elif kind is Kind.SAMPLE:
+                    assert self._waiting is not None
+                    share = SamplePlan.unpack(np.frombuffer(payload, np.int32), self._waiting.plan.step)
+                    launched = self._runner.sample(self._waiting, share)
+                else:
                     return kind, payload
-                plan = StepPlan.unpack(np.frombuffer(payload, np.int32), self._next_step)
-                self._next_step = (self._next_step + 1) % _STEPS
-                self._pending.append(self._runner.launch(plan))
+                self._waiting = launched if isinstance(launched, WaitingStep) else None
+                if isinstance(launched, PendingResult):
+                    self._pending.append(launched)
                 if len(self._pending) > 2:  # rank 0 is never further ahead, so this one is done; its errors show here
                     self._pending.popleft().wait(self._step_timeout)
 
@@ -235,7 +268,7 @@ class Follower:
     def _end(self, why: str) -> None:
         self._dead = self._dead or why
         self._pending.clear()
-        self._runner = None
+        self._waiting = self._runner = None
         self._link.close()
         self._finalizer()
 

@@ -1,5 +1,6 @@
 """Steps with prompt chunks: kernel by kernel, or as one CUDA graph for each shape that comes again."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,12 @@ from torch import Tensor
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.sampler import Sampler
 from nanollm.models.qwen3 import Qwen3ForCausalLM
+from nanollm.runtime.cuda_graphs import capturing
 from nanollm.runtime.rows import RowState, StepShape, count_decodes
-from nanollm.runtime.step_plan import EMPTY, StepPlan
+from nanollm.runtime.step_plan import StepPlan
 
 MAX_GRAPHS = 48
 _MIN_PADDED = 1024
-_NOTHING = StepPlan(0, *[EMPTY] * 16)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -62,23 +63,27 @@ class MixedSteps:
         self._seen: set[StepShape] = set()
         self._pool: Any = None
 
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Queue the step. Returns (ids int64 [S], log probabilities as of Sampler.token_logprobs if any row wants them,
-        float32 logits [rows, V] of the other rows that want those, if any)."""
+    def forward(self, plan: StepPlan) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]]:
+        """Queue the step up to its logits. Returns those of the rows that sample, [S, V_r]; and what queues the rest,
+        given these or others in their place. It returns (ids int64 [S], log probabilities as of Sampler.token_logprobs
+        if any row wants them, float32 logits [rows, V] of the other rows that want those, if any)."""
         self._rows.start(plan)
         shape = self._shape(plan)
         packed = self._rows.to_device(self._rows.pack(plan, shape))
         hidden = self._replay(packed, shape) if shape.num_tokens <= self._max_padded else self._forward(packed, shape)
         logits_r = self._model.lm_head(hidden.rows(slice(len(plan.logit_rows_L))))
+        sampled_r, others_r = logits_r.tensor_split([len(plan.sampled_rows_S)])
+        return sampled_r, lambda given_r: self._sample(plan, given_r, others_r)
+
+    def _sample(
+        self, plan: StepPlan, sampled_r: Tensor, others_r: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         num_sampled = len(plan.sampled_rows_S)
-        wanted = self._rows.wanted_logprobs(plan, slice(num_sampled))
         rows_S, positions_S = self._rows.sampled(plan)
-        ids_S, logprobs = self._sampler.sample(
-            logits_r[:num_sampled], rows_S, positions_S, self._rows.filters(plan), wanted
-        )
+        wanted = self._rows.wanted_logprobs(plan, slice(num_sampled))
+        ids_S, logprobs = self._sampler.sample(sampled_r, rows_S, positions_S, self._rows.filters(plan), wanted)
         if not len(plan.targets):
             return ids_S, logprobs, None
-        others_r = logits_r[num_sampled:]
         if (wanted := self._rows.wanted_logprobs(plan, slice(num_sampled, None))) is not None:
             index_L, num_top = wanted
             targets_L = self._rows.to_device(plan.targets.astype(np.int64))[index_L]
@@ -87,12 +92,22 @@ class MixedSteps:
         raw = self._rows.to_device(np.flatnonzero(plan.targets < 0))
         return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
+    def launch_all(self, largest: StepPlan) -> None:
+        """Launch every kernel that steps may need: the largest one's, and those of each power of two."""
+        logits_r, sample = self.forward(largest)
+        sample(logits_r)
+        self._seen.clear()
+        # Padded steps have as many rows as tokens, if there may be so many; longer ones have those that they have.
+        size = 1 if largest.num_tokens > self._max_padded else padded_length(1)
+        while padded_length(size) <= self._max_padded:
+            num_rows = min(self._max_rows, size)
+            self._forward_nothing(StepShape(padded_length(size), num_rows, num_rows, 2 * self._max_rows))
+            size *= 2
+
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""
-        shape = self._largest
-        self._packed.copy_(self._rows.to_device(self._rows.pack(_NOTHING, shape)))
-        self._forward(self._packed, shape)
-        self._capture(shape)
+        self._forward_nothing(self._largest)
+        self._capture(self._largest)
 
     def forget(self) -> None:
         """Drop all captured graphs and their memory."""
@@ -127,13 +142,18 @@ class MixedSteps:
 
     def _capture(self, shape: StepShape) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        torch.cuda.empty_cache()
+        with capturing(self._pool) as graph:
             hidden = self._forward(self._packed[: sum(shape.lengths)], shape)
             given = (hidden.residual_TD, hidden.pending_TD)
             kept = [None if x is None else to.copy_(x) for x, to in zip(given, self._hidden, strict=True)]
             hidden = replace(hidden, residual_TD=kept[0], pending_TD=kept[1])
         self._graphs[shape] = graph, hidden
+
+    def _forward_nothing(self, shape: StepShape) -> None:
+        """A step of padding."""
+        packed = self._rows.pack(StepPlan.empty(0), shape)
+        self._forward(self._packed[: len(packed)].copy_(self._rows.to_device(packed)), shape)
 
     def _forward(self, packed: Tensor, shape: StepShape) -> Hidden:
         return self._model.hidden(self._rows.unpack(packed, shape))

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing, start_compiler
 from nanollm.layers.attention import attention_backend, bind_kv_cache, use_attention_backend
 from nanollm.layers.sampler import Sampler
 from nanollm.models.loader import load_weights
@@ -27,7 +29,7 @@ from nanollm.runtime.kv_cache import (
 )
 from nanollm.runtime.mixed_steps import MAX_GRAPHS, MixedSteps, longest_padded
 from nanollm.runtime.rows import RowState
-from nanollm.runtime.step_plan import EMPTY, StepPlan, StepResult
+from nanollm.runtime.step_plan import SamplePlan, StepPlan, StepResult
 
 _POLL_SECONDS = 20e-6
 _CHECK_SECONDS = 0.05
@@ -50,23 +52,37 @@ class PendingResult:
 
         check is called now and then, and may raise. TimeoutError after `timeout` seconds.
         """
-        start = checked = time.monotonic()
-        while self.done is not None and not self.done.query():
-            time.sleep(_POLL_SECONDS)
-            if (now := time.monotonic()) - checked > _CHECK_SECONDS:
-                check()
-                checked = now
-                if now - start > timeout:
-                    raise TimeoutError(f"a step took more than step_timeout = {timeout:g} s")
+        _wait(self.done, timeout, check)
         logprobs = [] if self.logprobs is None else self.logprobs.tolist()
         return StepResult(self.ids_S.tolist(), self.logits, list(map(_token_logprobs, logprobs, self.num_top)))
+
+
+@dataclass
+class WaitingStep:
+    """A step whose sampling waits for a SamplePlan. logits_r: of its sampled rows. sample: queues it, given logits.
+
+    gathered: on rank 0, whole logits of plan.processed on their way to the host, float32, there once `done`.
+    """
+
+    plan: StepPlan
+    logits_r: Tensor
+    sample: Callable[[Tensor], tuple[Any, ...]]
+    gathered: Tensor | None
+    done: torch.cuda.Event | None
+
+    def wait(self, timeout: float, check: Callable[[], None] = lambda: None) -> Tensor:
+        """The gathered logits; as PendingResult.wait."""
+        assert self.gathered is not None
+        _wait(self.done, timeout, check)
+        return self.gathered
 
 
 class ModelRunner:
     """Runs one rank's share of every step.
 
     Loads the weights and finds out how many KV blocks fit here: max_kv_blocks. After allocate_kv_cache, with what fits
-    on every rank, it executes plans in order: launch() returns when the work is queued on the device.
+    on every rank, it executes plans in order: launch() returns when the work is queued on the device. A step that waits
+    for a SamplePlan is sampled by sample(), before the next is launched.
     check is called between tensors and while waiting for the device during start-up, and may raise.
     """
 
@@ -87,6 +103,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, model_config, device)
         self.max_model_len = resolve_max_model_len(config, model_config)
         self.heads = HeadPartition(model_config.num_heads, model_config.num_kv_heads, tp.size, tp.rank)
+        compiler = start_compiler(device)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -94,12 +111,6 @@ class ModelRunner:
                 self.model = import_model(source.model_class)(model_config, tp, self.max_model_len)
         finally:
             torch.set_default_dtype(default_dtype)
-        shapes = {part.name: part.shape for part in self.model.tensor_parts()}
-        checkpoint = source.open_checkpoint(shapes, seed=config.seed, dtype=self.dtype, device=device)
-        load_weights(self.model, checkpoint, show_progress=tp.rank == 0, check=check)
-        checkpoint.close()
-        if device.type == "cpu" and self.dtype == torch.float32:
-            store_by_columns(self.model)
         num_rows = config.num_rows
         head = self.model.lm_head
         vocab = range(head.start, head.start + len(head.weight))
@@ -120,12 +131,21 @@ class ModelRunner:
         layer_weights = sum(parameter.numel() for parameter in self.model.model.layers[0].parameters())
         max_padded = longest_padded(layer_weights, config.max_num_batched_tokens) if on_gpu else 0
         self.mixed = MixedSteps(self.model, self.rows, sampler, num_rows, max_padded, capture=capture)
+        if device.type == "cuda":
+            largest, small_cache = self._largest_step()
+            bind_kv_cache(self.model, small_cache)
+        with compiling_in_parallel(device, tp.size):
+            if on_gpu:
+                compiler.join()
+                self._compile(largest)
+            self._load_weights(source, check)
         sharing = tp.size if tp.is_gloo else 1  # over gloo ranks share the CPU; or a GPU, in tests
         available = available_cpu_bytes(config, sharing)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            cache_bytes = self._profile(num_rows, check)
-            available = available_gpu_bytes(config, device, sharing) + cache_bytes - self._graph_bytes()
+            self.launch(largest).wait(config.step_timeout, check)  # so that memory statistics know its peak
+            # The real cache takes the place of the small one.
+            available = available_gpu_bytes(config, device, sharing) + small_cache.nbytes - self._graph_bytes()
         per_block = block_bytes(model_config, self.heads, self.block_size, self.dtype)
         self.max_kv_blocks = num_kv_blocks(config, per_block, self.max_model_len, available)
 
@@ -144,21 +164,38 @@ class ModelRunner:
             with torch.inference_mode():
                 self.capture_seconds = self.decode.capture(self.captured)
 
-    def _profile(self, num_rows: int, check: Callable[[], None]) -> int:
-        """Run the largest step there can be on a small cache, so that memory statistics know its peak.
+    def _load_weights(self, source: ModelSource, check: Callable[[], None]) -> None:
+        shapes = {part.name: part.shape for part in self.model.tensor_parts()}
+        checkpoint = source.open_checkpoint(shapes, seed=self._config.seed, dtype=self.dtype, device=self.device)
+        load_weights(self.model, checkpoint, show_progress=self.tp.rank == 0, check=check)
+        checkpoint.close()
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            store_by_columns(self.model)
 
-        Returns the bytes of that cache, which the real one replaces.
-        """
+    @torch.inference_mode()
+    def _compile(self, largest: StepPlan) -> None:
+        """Go through every kind of step without computing it, so that its kernels compile while the weights load."""
+        decoder = self.model.model
+        layers = decoder.layers
+        decoder.layers = layers[:2]  # the first one has nothing before it to add up; the others are as the second
+        try:
+            with launching_nothing():
+                self.mixed.launch_all(largest)
+                self.decode.launch_all()
+        finally:
+            decoder.layers = layers
+
+    def _largest_step(self) -> tuple[StepPlan, Tensor]:
+        """The largest step there can be, and a cache that holds just that, for as long as there is no other."""
         config = self._config
         length = min(config.max_num_batched_tokens, self.max_model_len)
-        num_rows = min(max(config.max_num_batched_tokens // length, 1), num_rows)
+        num_rows = min(max(config.max_num_batched_tokens // length, 1), config.num_rows)
         num_blocks = -(-length // self.block_size)
         cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
-        bind_kv_cache(self.model, cache)
         rows, zeros = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)
         logit_rows = np.arange(min(config.max_num_seqs, num_rows * length), dtype=np.int32)
-        plan = StepPlan(
-            step=0,
+        plan = replace(
+            StepPlan.empty(0),
             row_ids_B=rows,
             num_new_B=zeros + length,
             num_computed_B=zeros,
@@ -170,14 +207,8 @@ class ModelRunner:
             append_blocks=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
             logit_rows_L=logit_rows,
             sampled_rows_S=np.resize(rows, len(logit_rows)),
-            params_rows=EMPTY,
-            params=EMPTY,
-            rules=EMPTY,
-            num_logprobs_L=EMPTY,
-            targets=EMPTY,
         )
-        self.launch(plan).wait(config.step_timeout, check)
-        return cache.nbytes
+        return plan, cache
 
     def describe(self) -> str:
         """One line for the log: what runs, how, and how much fits."""
@@ -207,9 +238,43 @@ class ModelRunner:
         return used + (len(self.captured) + MAX_GRAPHS) * _BYTES_PER_GRAPH
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingResult:
-        """Queue one step on the device: forward, then sample, then the copy of its tokens to the host."""
-        ids_S, logprobs, logits = (*self.decode.run(plan), None) if self.decode.takes(plan) else self.mixed.run(plan)
+    def launch(self, plan: StepPlan) -> PendingResult | WaitingStep:
+        """Queue one step on the device: forward, then, unless it has to wait, what sample() does."""
+        steps: DecodeSteps | MixedSteps = self.decode if self.decode.takes(plan) else self.mixed
+        logits_r, sample = steps.forward(plan)
+        if not plan.waits:
+            return self._bring(plan, *sample(logits_r))
+        gathered = done = None
+        if len(plan.processed):
+            gathered = self.model.lm_head.gather(logits_r[self.rows.to_device(plan.processed.astype(np.int64))])
+            if self.device.type == "cuda":
+                gathered, done = _to_host(gathered), torch.cuda.Event()
+                done.record()
+        return WaitingStep(plan, logits_r, sample, gathered, done)
+
+    @torch.inference_mode()
+    def sample(self, step: WaitingStep, plan: SamplePlan) -> PendingResult:
+        """Queue the sampling, then the copy of its tokens to the host. plan: this rank's share of it."""
+        if len(plan.masks):
+            self.rows.set_masks(step.plan, plan.masks)
+        logits_r = step.logits_r
+        if len(plan.logits):
+            index = self.rows.to_device(step.plan.processed.astype(np.int64))
+            given = self.rows.to_device(plan.logits.view(np.float32).reshape(len(index), -1))
+            logits_r = logits_r.float()
+            num_real = self.model.lm_head.num_rows
+            logits_r[index, :num_real] = given[:, :num_real]
+        return self._bring(step.plan, *step.sample(logits_r))
+
+    def share(self, plan: SamplePlan, step: StepPlan, rank: int) -> SamplePlan:
+        """What of a SamplePlan concerns this rank."""
+        num_words = len(self.model.lm_head.weight) // 32
+        words = slice(rank * num_words, (rank + 1) * num_words)
+        return plan.share(words, len(step.masked), len(step.processed))
+
+    def _bring(
+        self, plan: StepPlan, ids_S: Tensor, logprobs: Tensor | None, logits: Tensor | None = None
+    ) -> PendingResult:
         num_top = plan.num_logprobs_L[plan.num_logprobs_L >= 0].tolist()
         if self.device.type == "cpu":
             return PendingResult(ids_S, logprobs, num_top, logits, None)
@@ -231,6 +296,17 @@ def store_by_columns(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data = parameter.t().contiguous().t()
+
+
+def _wait(done: torch.cuda.Event | None, timeout: float, check: Callable[[], None]) -> None:
+    start = checked = time.monotonic()
+    while done is not None and not done.query():
+        time.sleep(_POLL_SECONDS)
+        if (now := time.monotonic()) - checked > _CHECK_SECONDS:
+            check()
+            checked = now
+            if now - start > timeout:
+                raise TimeoutError(f"a step took more than step_timeout = {timeout:g} s")
 
 
 def _to_host(x: Tensor) -> Tensor:

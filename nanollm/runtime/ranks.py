@@ -56,11 +56,11 @@ class Ranks:
     _reports: dict[int, tuple[float, str]] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
 
-    def send(self, kind: Kind, payload: "np.ndarray | bytes" = b"", timeout: float = 60.0) -> None:
-        """The same message to every other rank."""
+    def send(self, kind: Kind, payload: "np.ndarray | bytes | list[np.ndarray]" = b"", timeout: float = 60.0) -> None:
+        """A message to every other rank: the same, or of a list to each its own."""
         for rank, link in enumerate(self.links, 1):
             try:
-                link.send(kind, payload, timeout)
+                link.send(kind, payload[rank - 1] if isinstance(payload, list) else payload, timeout)
             except LinkClosedError as error:
                 raise RankFailedError(f"rank {rank} is gone: {error}") from error
 

@@ -138,6 +138,11 @@ class RowState:
         index = np.flatnonzero(plan.num_logprobs_L[rows] >= 0)
         return (self.to_device(index), int(plan.num_logprobs_L.max())) if len(index) else None
 
+    def set_masks(self, plan: StepPlan, masks: np.ndarray) -> None:
+        """The masks of the rows that the plan says have one, as SamplePlan.share has them."""
+        rows = plan.sampled_rows_S[plan.masked].astype(np.int64)
+        self.sampler.masks_RW[self.to_device(rows)] = self.to_device(masks.reshape(len(rows), -1))
+
     def start(self, plan: StepPlan) -> None:
         """Store the sampling parameters of rows that begin a sequence, and what is appended to block tables."""
         if len(plan.params_rows):

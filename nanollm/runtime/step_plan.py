@@ -1,7 +1,8 @@
-"""StepPlan: everything a rank must know to run one step, as int32 arrays; NumPy only."""
+"""StepPlan: what a rank must know to run one step, as int32 arrays; SamplePlan: what some wait for; NumPy only."""
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,44 @@ if TYPE_CHECKING:
 Int32 = NDArray[np.int32]
 _MAGIC = 0x6E616E6F  # "nano"
 EMPTY = np.zeros(0, np.int32)
+_P = TypeVar("_P", bound="_Plan")
 
 
 @dataclass
-class StepPlan:
+class _Plan:
+    """A step number, and int32 arrays in the subclass's fields."""
+
+    step: int
+
+    def pack(self) -> Int32:
+        """One int32 array: magic, total length, step, the length of each array, then the arrays."""
+        _, *arrays = vars(self).values()  # in the order of the fields
+        header = [_MAGIC, 3 + len(arrays) + sum(map(len, arrays)), self.step, *map(len, arrays)]
+        return np.concatenate([np.array(header, np.int32), *arrays])
+
+    @classmethod
+    def unpack(cls: type[_P], packed: Int32, step: int) -> _P:
+        """The inverse of pack. ValueError if the array is not a whole plan, or not that of `step`."""
+        start = 2 + len(cls.__match_args__)
+        header = packed[:start].tolist()  # Python's integers are the faster ones for so few
+        if len(header) < start or header[:2] != [_MAGIC, len(packed)]:
+            raise ValueError(f"not a step plan: {len(packed)} words, header {header[:3]}")
+        lengths = header[3:]
+        if min(lengths) < 0 or start + sum(lengths) != len(packed):
+            raise ValueError(f"step plan of {len(packed)} words has arrays of {lengths} words")
+        if header[2] != step:
+            raise ValueError(f"step plan {header[2]} arrived where {step} was expected")
+        ends = accumulate(lengths, initial=start)
+        return cls(step, *(packed[first:end] for first, end in pairwise(ends)))
+
+    @classmethod
+    def empty(cls: type[_P], step: int) -> _P:
+        """A plan with nothing in its arrays."""
+        return cls(step, *[EMPTY] * (len(cls.__match_args__) - 1))
+
+
+@dataclass
+class StepPlan(_Plan):
     """One step of every rank. B rows compute; a row is a slot of the ranks' persistent per-row state.
 
     Flat tokens are the rows' tokens one row after another, in the order of row_ids_B.
@@ -39,9 +74,10 @@ class StepPlan:
         token's; -1 for nothing. Empty if no row wants any.
     targets: for the logit rows after the sampled ones, whose token is not the sampled one: the prompt token whose log
         probability is wanted; -1 where the logits themselves are. Empty if there are no such rows.
+    masked, processed: which of sampled_rows_S, by index, depend on the host: on a mask, and on logits that it changes.
+        If any do, the step is sampled once the SamplePlan with those comes.
     """
 
-    step: int
     row_ids_B: Int32
     num_new_B: Int32
     num_computed_B: Int32
@@ -58,34 +94,46 @@ class StepPlan:
     rules: Int32
     num_logprobs_L: Int32
     targets: Int32
+    masked: Int32
+    processed: Int32
+
+    @property
+    def waits(self) -> bool:
+        """Whether a SamplePlan follows."""
+        return bool(len(self.masked) or len(self.processed))
 
     @property
     def num_tokens(self) -> int:
         """Tokens this step computes, T."""
         return int(self.num_new_B.sum())
 
-    def pack(self) -> Int32:
-        """One int32 array: magic, total length, step, the length of each array, then the arrays."""
-        arrays = [getattr(self, name) for name in _ARRAYS]
-        header = [_MAGIC, 3 + len(arrays) + sum(map(len, arrays)), self.step, *map(len, arrays)]
-        return np.concatenate([np.array(header, np.int32), *arrays])
 
-    @staticmethod
-    def unpack(packed: Int32, step: int) -> "StepPlan":
-        """The inverse of pack. ValueError if the array is not a whole plan, or not that of `step`."""
-        start = 3 + len(_ARRAYS)
-        if len(packed) < start or packed[0] != _MAGIC or packed[1] != len(packed):
-            raise ValueError(f"not a step plan: {len(packed)} words, header {packed[:3].tolist()}")
-        lengths = packed[3:start]
-        if lengths.min() < 0 or start + int(lengths.sum(dtype=np.int64)) != len(packed):
-            raise ValueError(f"step plan of {len(packed)} words has arrays of {lengths.tolist()} words")
-        if packed[2] != step:
-            raise ValueError(f"step plan {packed[2]} arrived where {step} was expected")
-        ends = start + np.cumsum(lengths)
-        return StepPlan(step, *(packed[end - n : end] for n, end in zip(lengths, ends, strict=True)))
+@dataclass
+class SamplePlan(_Plan):
+    """What the host decides once the step before has been read.
+
+    masks: for each row of StepPlan.masked a bit for each token, the lowest first; 1 allows it.
+    logits: for each row of StepPlan.processed its logits, float32 as their bits; share() pads V to 32 times
+        the words of a mask.
+    """
+
+    masks: Int32
+    logits: Int32
+
+    def share(self, words: slice, masked: int, processed: int) -> "SamplePlan":
+        """Of the rank whose tokens these words of a mask stand for; how many rows there are of either."""
+        tokens = slice(32 * words.start, 32 * words.stop)
+        return SamplePlan(self.step, _columns(self.masks, masked, words), _columns(self.logits, processed, tokens))
 
 
-_ARRAYS = [f.name for f in fields(StepPlan) if f.name != "step"]
+def _columns(values: Int32, rows: int, columns: slice) -> Int32:
+    """These columns of a flat matrix, flat; past its end are zeros."""
+    if not rows:
+        return EMPTY
+    part = values.reshape(rows, -1)[:, columns]
+    if missing := columns.stop - columns.start - part.shape[1]:
+        part = np.pad(part, ((0, 0), (0, missing)))
+    return part.reshape(-1)
 
 
 @dataclass

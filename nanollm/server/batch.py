@@ -60,10 +60,15 @@ class AnsweredLine(msgspec.Struct):
     error: LineError | None
 
 
-class _WhatMatters(msgspec.Struct):
-    """Of a request's or a response's body."""
+class _Asked(msgspec.Struct):
+    """What matters of a request's body."""
 
     stream: Any = None
+
+
+class _Said(msgspec.Struct):
+    """What matters of a response's body."""
+
     usage: dict[str, Any] = {}
 
 
@@ -229,8 +234,9 @@ async def _run(
 
 async def _answer(app: ASGIApp, line: Line) -> tuple[AnsweredLine, int]:
     """The line's answer, and how many tokens were generated for it. EngineDeadError if there can be none any more."""
-    asked = _what_matters(line.body)
-    problem = None
+    asked, problem = _Asked(), None
+    with suppress(msgspec.DecodeError):  # not an object: the server says so
+        asked = msgspec.json.decode(line.body, type=_Asked)
     if line.method != "POST":
         problem = f"method must be POST, got {line.method!r:.200}"
     elif line.url not in URLS:
@@ -244,14 +250,13 @@ async def _answer(app: ASGIApp, line: Line) -> tuple[AnsweredLine, int]:
     status, body = await _post(app, line.url, bytes(line.body))
     if status == 503:
         raise EngineDeadError(msgspec.json.decode(body)["error"]["message"])
+    try:
+        said = msgspec.json.decode(body, type=_Said)
+    except (msgspec.DecodeError, UnicodeError):  # it would not be one line
+        answer.error = LineError("server_error", "the server's answer is not the JSON of one response")
+        return answer, 0
     answer.response = LineResponse(status, f"req_{secrets.token_hex(12)}", msgspec.Raw(body))
-    return answer, _what_matters(answer.response.body).usage.get("completion_tokens", 0)
-
-
-def _what_matters(body: msgspec.Raw) -> _WhatMatters:
-    with suppress(msgspec.DecodeError):
-        return msgspec.json.decode(body, type=_WhatMatters)
-    return _WhatMatters()  # not an object: the server says so
+    return answer, said.usage.get("completion_tokens", 0)
 
 
 async def _post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nanollm.engine.json_schema import check_form
 from nanollm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanollm.server.completions import LOWEST_LOGPROB
 from nanollm.server.errors import ApiError
@@ -44,7 +45,7 @@ async def create_chat(service: Service, request: Request) -> Response:
     service.check_model(asked.model)
     if asked.chat_template is not None:
         raise ApiError(400, "chat_template is the server's to choose: start it with --chat-template")
-    forced, max_calls = _read_tools(asked)
+    forced, max_calls, arguments = _read_tools(asked)
     messages = [_as_template_message(i, message) for i, message in enumerate(asked.messages)]
     thinks = is_thinking = False
 
@@ -69,13 +70,19 @@ async def create_chat(service: Service, request: Request) -> Response:
         defaults,
         logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
         **{} if max_tokens is None else {"max_tokens": max_tokens},
+        **{} if arguments is None else {"structured_outputs": {"json": arguments}},
     )
     stream = bool(asked.stream)
     chat_id = service.make_id("chatcmpl", asked.request_id)
     prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": asked.cache_salt}
     outputs = service.run([prompt], params, chat_id, stream=stream)
     answers = [
-        _Answer(AnswerParser(thinks=thinks, is_thinking=is_thinking, max_calls=max_calls), forced, params.logprobs or 0)
+        _Answer(
+            AnswerParser(thinks=thinks, is_thinking=is_thinking, max_calls=max_calls),
+            forced,
+            "" if arguments is None else "}\n</tool_call>",
+            params.logprobs or 0,
+        )
         for _ in range(params.n)
     ]
     writer = _Writer(service.model_name, asked, chat_id, int(time.time()), answers)
@@ -85,10 +92,11 @@ async def create_chat(service: Service, request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _read_tools(asked: ChatRequest) -> tuple[str, int]:
-    """Returns (how the answer must begin so that a tool is called, most calls to look for).
+def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None]:
+    """Returns (how the answer must begin so that a tool is called, most calls to look for, the schema of what follows).
 
-    A beginning ends where a token does: tokens like ` {"` must not be cut.
+    A beginning ends where a token does: tokens like ` {"` must not be cut. There is a schema for one function by name:
+    then the model writes its arguments only.
     """
     names = [_tool_name(i, tool) for i, tool in enumerate(asked.tools or [])]
     if len(names) > MAX_TOOLS:
@@ -96,15 +104,21 @@ def _read_tools(asked: ChatRequest) -> tuple[str, int]:
     choice = asked.tool_choice
     many = 1 if asked.parallel_tool_calls is False else sys.maxsize
     if choice is None or choice in ("auto", "none"):
-        return "", many if names and choice != "none" else 0
+        return "", many if names and choice != "none" else 0, None
     if not names:
         raise ApiError(400, f"tool_choice {choice!r:.200} needs tools")
     if choice == "required":
-        return '<tool_call>\n{"name":', many
+        return '<tool_call>\n{"name":', many, None
     name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
     if name not in names:
         raise ApiError(400, f"tool_choice must be none, auto, required or a function of tools, got {choice!r:.200}")
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":', 1
+    function = (asked.tools or [])[names.index(name)]["function"]
+    arguments = None
+    if function.get("strict") is not False:
+        if asked.structure is not None:
+            raise ApiError(400, "tool_choice of one function says what the answer is: leave out what else says so")
+        arguments = function.get("parameters") or {"type": "object", "additionalProperties": True}
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":', 1, arguments
 
 
 def _tool_name(i: int, tool: Any) -> str:
@@ -115,6 +129,7 @@ def _tool_name(i: int, tool: Any) -> str:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":
         raise ApiError(400, f"tools[{i}].function.parameters must be a schema of type object, got {parameters!r:.200}")
+    check_form(parameters, f"tools[{i}].function.parameters")
     return name
 
 
@@ -145,6 +160,7 @@ class _Answer:
 
     parser: AnswerParser
     forced: str  # how it begins, which the model doesn't repeat
+    ending: str  # what follows what the model wrote, once that is complete
     num_top: int  # likeliest tokens to tell at each
     num_chars: int = 0
     num_tokens: int = 0
@@ -157,7 +173,8 @@ class _Answer:
     def advance(self, completion: CompletionOutput) -> tuple[Piece, list[ToolCall], ChatLogprobs | None]:
         """What is new in this output, which contains what was read before."""
         text, last = completion.text[self.num_chars :], completion.finish_reason is not None
-        piece = self.parser.push(text if self.started else self.forced + text, last)
+        text = text if self.started else self.forced + text
+        piece = self.parser.push(text + self.ending if completion.finish_reason == "stop" else text, last)
         calls = [
             ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(name, arguments), index=index)
             for index, (name, arguments) in enumerate(piece.calls, len(self.calls))

@@ -34,6 +34,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     best_of: int | None = None
     response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Of SamplingParams, by their names there.
     n: int | None = None
     max_tokens: int | None = None
@@ -55,6 +59,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    logits_processors: list[Any] | None = None  # to be refused by name, since functions can't come
 
     @property
     def include_usage(self) -> bool:
@@ -72,12 +78,38 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 raise ValueError(f"{name} may be at most {limit}{what} in one request, got {count}")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError(f"best_of must equal n, got {self.best_of}: ask for n and choose yourself")
-        if (self.response_format or {}).get("type", "text") != "text":
-            raise ValueError("response_format must be of type text: others are not supported yet")
         given = {name: getattr(self, name) for name in _PARAMS & set(self.__struct_fields__)}
         del given["logprobs"]  # means another thing in each request
+        given["structured_outputs"] = self.structure
         given = {name: value for name, value in given.items() if value is not None}
         return replace(defaults, **given | others)
+
+    @property
+    def structure(self) -> dict[str, Any] | None:
+        """What the output must be, wherever that was said. ValueError if that is in two places, or none to read."""
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        guided = {name: value for name, value in guided.items() if value is not None}
+        ways = [self.structured_outputs, guided or None, _read_response_format(self.response_format)]
+        found = [way for way in ways if way is not None]
+        if len(found) > 1:
+            raise ValueError("give one of response_format, structured_outputs and the guided_ fields")
+        return found[0] if found else None
+
+
+def _read_response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """OpenAI's field in terms of structured_outputs."""
+    kind = "text" if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise ValueError(f"response_format.type must be text, json_object or json_schema, got {kind!r:.100}")
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError(f"response_format.json_schema.schema must be a JSON schema, got {schema!r:.100}")
+    return {"json": schema}
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

@@ -47,7 +47,7 @@ class Service:
     async def run(
         self, prompts: Sequence[Prompt], params: SamplingParams, request_id: str, *, stream: bool
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """AsyncLLMEngine.generate_all, counted. ApiError if the model leaves no token to choose."""
+        """AsyncLLMEngine.generate_all, counted. ApiError if it ends with an error, 400 if the request is at fault."""
         left = len(prompts)
         outputs = self.engine.generate_all(prompts, params, request_id, stream=stream, timeout=self._request_timeout)
         try:
@@ -56,8 +56,11 @@ class Service:
                     if output.finished:
                         left -= 1
                         self.metrics.count_finished(output)
-                        if any(completion.finish_reason == "error" for completion in output.outputs):
-                            raise ApiError(500, "the model's logits leave no token to choose")
+                        for completion in output.outputs:
+                            if completion.finish_reason == "error" and completion.stop_reason is not None:
+                                raise ApiError(400, str(completion.stop_reason))
+                            if completion.finish_reason == "error":
+                                raise ApiError(500, "the model left no token to choose, or chose one that may not come")
                     yield index, output
         finally:
             if left:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_benchmark_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "troughput"]) == 2
-    assert "there is no benchmark 'troughput'; there are all_reduce, cpu," in capsys.readouterr().err
+    assert "there is no benchmark 'troughput'; there are all_reduce, compare," in capsys.readouterr().err
 
 
 def test_a_benchmark_gets_its_arguments() -> None:
@@ -49,11 +50,17 @@ def test_env_has_the_facts_and_no_secret(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("NANOLLM_API_KEY", "abc")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:abc@hub.example/x")
     monkeypatch.setenv("UNRELATED", "abc")
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"nanollm: {nanollm.__version__}" in shown and f"Python: {platform.python_version()}" in shown
-    for line in ("NCCL_DEBUG=WARN", "HF_TOKEN=(set)", "NANOLLM_API_KEY=(set)"):
+    for line in (
+        "NCCL_DEBUG=WARN",
+        "HF_TOKEN=(set)",
+        "NANOLLM_API_KEY=(set)",
+        "HF_ENDPOINT=https://(set)@hub.example/x",
+    ):
         assert f"\n  {line}\n" in f"{shown}\n"
     assert "abc" not in shown.replace(str(ROOT), "")
 
@@ -69,3 +76,10 @@ def test_env_goes_on_after_what_can_not_be_found_out(
     shown = capsys.readouterr().out
     assert "\nPyTorch: unknown (ImportError: libcuda.so.1: no such file\n" in shown
     assert "\nenvironment:" in shown
+
+
+def test_env_names_every_package_that_is_needed() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    assert {*re.findall(r'^    "(\w+)', listed[1], re.MULTILINE), "xgrammar"} <= set(env.PACKAGES)

@@ -61,7 +61,7 @@ class Engine:
 
     def run(self, params: SamplingParams, *, all_logits: bool = False) -> tuple[list[list[int]], list[torch.Tensor]]:
         """Tokens, and logits if asked for, of each of PROMPTS."""
-        seqs = [self._core.make_sequence(prompt, params, all_logits=all_logits) for prompt in PROMPTS]
+        seqs = [self._core.make_sequences(prompt, params, all_logits=all_logits)[0] for prompt in PROMPTS]
         tokens: dict[int, list[int]] = {seq.request_id: [] for seq in seqs}
         for seq in seqs:
             self._core.add(seq)

@@ -86,6 +86,19 @@ def test_exchanges_meet_however_many_a_process_had_before() -> None:
     assert got == {0: [b"\x00\xff1", b"1"], 1: [b"\x00\xff0", b"0"]}
 
 
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_parts_on_some_ranks_do_not_change_the_way(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = []
+    monkeypatch.setattr(all_reduce, "peer_all_reduce", lambda *given, two_shot: ways.append(two_shot))
+    word = torch.zeros(1, dtype=torch.int32)
+    found = PeerCollectives(PeerMemory.of(0, [0] * 2, word, 2**20, CPU), word, None, Limits(4096, 2**20))
+    for num_rows in (32, 33):
+        residual_TD = torch.zeros(num_rows, 64, dtype=torch.bfloat16)
+        x_ZTD = torch.zeros(num_parts, num_rows, 64)
+        found.all_reduce(residual_TD if num_parts == 1 else x_ZTD, residual_TD, torch.ones(64), 1e-6)
+    assert ways == [False, True]
+
+
 @pytest.mark.parametrize(("num_ranks", "like"), [(3, 4), (5, 8), (7, 8), (16, 8)])
 def test_limits_of_any_number_of_ranks(num_ranks: int, like: int) -> None:
     assert Limits.of(num_ranks) == Limits.of(like) != Limits.of(2)

@@ -245,7 +245,7 @@ class Engine:
     def add(self, prompt: list[int], *, all_logits: bool = False, cache_salt: str = "", **params: Any) -> int:
         """Queue a request; returns its id."""
         settings = SamplingParams(**({"temperature": 0, "seed": 0, "max_tokens": 8} | params))
-        seq = self.core.make_sequence(prompt, settings, all_logits=all_logits, cache_salt=cache_salt)
+        (seq,) = self.core.make_sequences(prompt, settings, all_logits=all_logits, cache_salt=cache_salt)
         self.core.add(seq)
         self.sequences[seq.request_id] = seq
         self.tokens[seq.request_id] = []

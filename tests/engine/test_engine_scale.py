@@ -52,7 +52,7 @@ def make_core() -> EngineCore:
 
 def make_sequences(core: EngineCore, count: int) -> list[Sequence]:
     """Prompts of 512 tokens of which no two begin alike."""
-    return [core.make_sequence(array("i", [i]) + TEXT[1:], SETTINGS) for i in range(count)]
+    return [core.make_sequences(array("i", [i]) + TEXT[1:], SETTINGS)[0] for i in range(count)]
 
 
 def core_with_queue(count: int) -> EngineCore:

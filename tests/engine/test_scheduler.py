@@ -4,6 +4,7 @@ import random
 from array import array
 from collections import Counter
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,8 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "rules": [],
         "num_logprobs_L": [],
         "targets": [],
+        "masked": [],
+        "processed": [],
     }
     assert arrays() == {
         "step": 1,
@@ -190,6 +193,8 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "rules": [],
         "num_logprobs_L": [],
         "targets": [],
+        "masked": [],
+        "processed": [],
     }
     assert arrays() == {
         "step": 2,
@@ -209,6 +214,8 @@ def test_every_array_of_the_plans_of_two_prompts() -> None:
         "rules": [],
         "num_logprobs_L": [],
         "targets": [],
+        "masked": [],
+        "processed": [],
     }
 
 
@@ -593,11 +600,21 @@ def test_prompt_logprobs_are_of_every_token_but_the_first_whatever_the_chunks(ov
         engine.check_result(i)
 
 
+def test_a_token_against_the_mask_ends_its_own_sequence_and_counts() -> None:
+    run = Run()
+    seq, other = run.add(range(5)), run.add(range(9))
+    seq.matcher = SimpleNamespace(accept_token=lambda token_id: False)
+    first, _ = run.finish(run.schedule(), token=7)
+    assert (first.finish_reason, first.stop_reason, first.new_token_ids) == ("error", None, [7])
+    assert run.scheduler.num_tokens_out == 2 and other.finish_reason is None
+
+
 def test_a_token_below_zero_ends_its_sequence_with_an_error() -> None:
     run = Run()
     seq = run.add(range(5))
     step, surplus = run.schedule(), run.schedule()
     (output,) = run.finish(step, token=-1)
     assert (output.finish_reason, output.new_token_ids, seq.num_output_tokens) == ("error", [], 0)
+    assert run.scheduler.num_tokens_out == 0
     assert run.finish(surplus) == [] and not run.scheduler.has_unfinished
     assert len(run.free_blocks()) == 64

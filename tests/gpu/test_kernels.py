@@ -40,6 +40,17 @@ def test_decode_attention(group: int, head_dim: int, block_size: int, dtype: tor
     )
 
 
+@SHAPES
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_decode_attention_from_qkv(
+    group: int, head_dim: int, block_size: int, dtype: torch.dtype, qk_norm: bool
+) -> None:
+    checks.check_decode_attention_from_qkv(
+        EDGES, group=group, num_kv_heads=2, head_dim=head_dim, block_size=block_size, qk_norm=qk_norm,
+        device="cuda", dtype=dtype,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("tile", "stages", "num_warps"), [(32, 3, 2), (64, 4, 4), (128, 3, 8)])
 def test_decode_attention_in_every_launch_form(num_splits: int, tile: int, stages: int, num_warps: int) -> None:

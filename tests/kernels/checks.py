@@ -13,7 +13,7 @@ from torch import Tensor
 from nanollm import sampling_params
 from nanollm.kernels.advance_rows import _advance_rows_triton, advance_rows_reference
 from nanollm.kernels.backend import tl, triton
-from nanollm.kernels.decode_attention import Launch, _decode_attention_triton
+from nanollm.kernels.decode_attention import Launch, NewTokens, _decode_attention_triton
 from nanollm.kernels.draw import _draw_triton, draw_reference
 from nanollm.kernels.embedding import _embedding_triton
 from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
@@ -36,6 +36,7 @@ from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, Sampl
 from nanollm.sampling_params import (
     BAD_PREFIX,
     FREQUENCY,
+    HAS_MASK,
     HAS_RULES,
     NUM_SLOTS,
     PRESENCE,
@@ -123,6 +124,38 @@ def check_decode_attention(
     empty_B = lens_B == 0
     assert kept_BNH[empty_B].isnan().all()
     assert torch.equal(kept_BNH[~empty_B], runs[0][~empty_B])
+
+
+def check_decode_attention_from_qkv(
+    context_lens: list[int], launch: Launch | None = None, *, group: int, num_kv_heads: int, head_dim: int,
+    block_size: int, qk_norm: bool, device: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Against its definition in float64, with the projection whole and in parts; padding rows have context 0."""
+    torch.manual_seed(0)
+    k_cache, v_cache, tables_BM = paged_cache(context_lens, block_size, num_kv_heads, head_dim, device, dtype)
+    qkv = randn(len(context_lens), (group + 2) * num_kv_heads * head_dim, device=device, dtype=dtype)
+    lens_B = torch.tensor(context_lens, dtype=torch.int32, device=device)
+    last_B = (lens_B - 1).clamp(min=0).long()
+    slots = tables_BM.gather(1, last_B[:, None] // block_size)[:, 0].long() * block_size + last_B % block_size
+    norms = [randn(head_dim, device=device, dtype=dtype) if qk_norm else None for _ in range(2)]
+    angles = torch.rand(max(context_lens) + 1, head_dim // 2) * 6
+    rope = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    source = NewTokens(*norms, 1e-6, rope, last_B, slots.where(lens_B > 0, -1))
+    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in vars(source).values()]
+    expected_caches = k_cache.double(), v_cache.double()
+    q_BNH = qkv_to_cache_reference(qkv.double(), *wide, *expected_caches)
+    for projection in (qkv, torch.stack((qkv, qkv)).float() / 2):
+        caches = k_cache.clone(), v_cache.clone()
+        out_BNH = torch.full_like(q_BNH, float("nan"), dtype=dtype)
+        _decode_attention_triton(out_BNH, projection, *caches, tables_BM, lens_B, launch, source=source)
+        for ours, expected in zip(caches, expected_caches, strict=True):
+            assert_close(ours.nan_to_num(7.0), expected.nan_to_num(7.0), TOLERANCE[dtype])
+        for row, context in enumerate(context_lens):
+            if context:
+                expected = attention_oracle(q_BNH[row : row + 1], *expected_caches, tables_BM[row], context)
+                assert_close(out_BNH[row : row + 1], expected, 2 * TOLERANCE[dtype])  # q and k are rounded too
+            else:
+                assert not out_BNH[row].any()
 
 
 def check_prefill_attention(
@@ -261,8 +294,9 @@ def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
     state.slots_R3S[:, 0] = torch.randn(state.slots_R3S[:, 0].shape).view(torch.int32).to(words)
     state.slots_R3S[:, 1:] = torch.randint(0, 12, state.slots_R3S[:, 1:].shape).to(words)
     state.slots_R3S[:, :, 0] = 0
+    state.masks_RW.copy_(torch.randint(-(2**31), 2**31, state.masks_RW.shape))
     for row in range(0, num_rows, 2):
-        state.params_RP[row, RULES] = HAS_RULES
+        state.params_RP[row, RULES] = HAS_RULES | (HAS_MASK if row % 4 == 0 else 0)
         values = torch.tensor([0.5 + row, 0.3, -0.7]).view(torch.int32).to(words)
         state.params_RP[row, [REPETITION, FREQUENCY, PRESENCE]] = values
 

@@ -70,6 +70,10 @@ def launch_attention(head_dim: int, group: int, block_size: int, dtype: torch.dt
     q = torch.zeros(16, 8 * group, head_dim, dtype=dtype)
     tables, ints = torch.zeros(16, 4, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
     decode_attention._decode_attention_triton(q, q, cache, cache, tables, ints[1:])
+    positions, norm = torch.zeros(16, dtype=torch.long), cache[0, 0, 0]
+    source = decode_attention.NewTokens(norm, norm, 1e-6, torch.zeros(64, head_dim), positions, positions)
+    projection = torch.zeros(2, 16, 8 * (group + 2) * head_dim)
+    decode_attention._decode_attention_triton(q, projection, cache, cache, tables, ints[1:], source=source)
     prefill_attention._prefill_attention_triton(q, q, cache, cache, tables, ints, ints[1:])
 
 

@@ -56,6 +56,17 @@ def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("group", "head_dim", "block_size", "num_splits", "qk_norm"),
+    [(1, 64, 16, 4, False), (2, 128, 256, 1, True), (3, 80, 1, 4, True), (8, 256, 16, 2, True)],
+)
+def test_decode_attention_from_qkv(group: int, head_dim: int, block_size: int, num_splits: int, qk_norm: bool) -> None:
+    checks.check_decode_attention_from_qkv(
+        [1, 16, 17, 0, 33, 70], Launch(num_splits, min_split=32, tile=16, stages=3, num_warps=4),
+        group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, qk_norm=qk_norm, **ON_CPU,
+    )  # fmt: skip
+
+
 def test_decode_attention_as_it_is_launched_by_default() -> None:
     checks.check_decode_attention([5, 700], group=2, num_kv_heads=2, head_dim=128, block_size=16, **ON_CPU)
 

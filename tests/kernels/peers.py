@@ -69,8 +69,8 @@ class Inputs:
             return Inputs(-values, ids, None, None)  # many equal ones, -0.0 too
         x = randn(num_ranks, call.num_rows, call.size)
         if call.special:
-            where = torch.randint(0, x.numel(), (40,), generator=generator, device=device)
-            x.view(-1)[where] = torch.tensor(SPECIAL * 6, device=device)[:40].to(x.dtype)
+            where = torch.randperm(x.numel(), generator=generator, device=device)[:40]  # none twice: all ranks agree
+            x.view(-1)[where] = torch.tensor(SPECIAL * 6, device=device)[: len(where)].to(x.dtype)
             x[:, 0, :3], x[:, 0, 3:6] = -0.0, SENTINEL_32
         residual = randn(call.num_rows, call.size) if call.add else None
         return Inputs(x, x, residual, randn(call.size) if call.norm else None)
@@ -80,8 +80,8 @@ class Inputs:
         if call.kind == "choice":
             return [peer_best_of_ranks(self.x[peers.rank], self.ids[peers.rank], peers)]
         x = self.x[peers.rank].clone()  # aligned like all others, so that they need one compiled kernel
-        if call.add and call.seed % 3 == 0:
-            x = torch.stack((x, x)).float() / 2  # parts that add up to x
+        if call.add and (call.seed + peers.rank) % 3 == 0:
+            x = torch.stack((x, x)).float() / 2  # parts that add up to x, on some ranks: they choose for themselves
         return list(peer_all_reduce(x, self.residual, self.weight, EPS, peers, two_shot=call.kind == "two_shot"))
 
     def check(self, call: Call, outputs: list[Tensor]) -> None:

@@ -11,6 +11,7 @@ from nanollm.kernels.noise import TILES, TOKENS, noise_words
 from nanollm.kernels.threshold import threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
+from nanollm.sampling_params import HAS_MASK, HAS_RULES
 from tests.kernels.checks import FILTERED, FILTERS, KINDS, adversarial_logits, make_state
 
 
@@ -198,6 +199,18 @@ def test_frequency_and_presence_penalties_count_the_output() -> None:
     expected[7] += -0.25 + 0.5
     expected[8] += -0.25 * 10_000 + 0.5
     torch.testing.assert_close(ruled(logits, state), expected)
+
+
+def test_a_mask_allows_the_tokens_of_its_bits_and_only_in_its_row() -> None:
+    allowed = [0, 31, 32, 77, 99]
+    state = make_state(2, 100, RULES=[HAS_RULES | HAS_MASK, HAS_RULES])
+    for token_id in allowed:
+        bit = token_id % 32
+        state.masks_RW[0, token_id // 32] += 1 << bit if bit < 31 else -(2**31)
+    logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    masked, free = RowLogits(logits, torch.tensor([0, 1]), torch.tensor([5, 5]), state).processed().logits_SV
+    assert masked.isfinite().nonzero()[:, 0].tolist() == allowed
+    assert torch.equal(masked[allowed], logits[0, allowed]) and torch.equal(free, logits[1])
 
 
 def test_nan_is_never_drawn_and_no_finite_logit_gives_no_token() -> None:

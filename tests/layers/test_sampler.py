@@ -66,7 +66,8 @@ def on_threads(size: int, run: Callable[[TPGroup], Any]) -> list[Any]:
 def shard_of(state: SamplerState, start: int, length: int) -> SamplerState:
     words = torch.nn.functional.pad(state.words_RV[:, start : start + length], (0, length))[:, :length]
     tensors = {name: tensor.clone() for name, tensor in vars(state).items()}
-    return SamplerState(**(tensors | {"words_RV": words.contiguous()}))
+    masks = torch.nn.functional.pad(state.masks_RW, (0, length // 32))[:, start // 32 :][:, : length // 32]
+    return SamplerState(**(tensors | {"words_RV": words.contiguous(), "masks_RW": masks.contiguous()}))
 
 
 def sample_on(

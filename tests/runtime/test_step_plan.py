@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanollm.runtime.step_plan import StepPlan
+from nanollm.runtime.step_plan import EMPTY, SamplePlan, StepPlan
 
 ARRAYS = [f.name for f in fields(StepPlan) if f.name != "step"]
 HEADER = 3 + len(ARRAYS)
@@ -32,6 +32,10 @@ def test_a_plan_comes_back_from_one_int32_array() -> None:
     back = StepPlan.unpack(packed, 7)
     assert same(back, plan) and all(getattr(back, name).dtype == np.int32 for name in ARRAYS)
     assert back.num_tokens == plan.num_tokens == plan.num_new_B.sum()
+
+
+def test_an_empty_plan_has_every_array() -> None:
+    assert StepPlan.empty(7).pack()[1:].tolist() == [HEADER, 7, *[0] * len(ARRAYS)]
 
 
 @CHECKED
@@ -90,3 +94,17 @@ def test_a_damaged_header_is_a_value_error_or_still_a_plan_of_that_length(damage
     except ValueError:
         return
     assert sum(len(getattr(plan, name)) for name in ARRAYS) == len(packed) - HEADER
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_gets_its_share_of_masks_and_logits(size: int) -> None:
+    """300 tokens, in shards of whole tiles of 128 ids, the last ones padding: never allowed."""
+    masks, logits = np.arange(1, 31, dtype=np.int32).reshape(3, 10), np.arange(1, 601, dtype=np.int32).reshape(2, 300)
+    plan = SamplePlan(5, masks.reshape(-1), logits.reshape(-1))
+    words = -(-300 // (128 * size)) * 4
+    shares = [plan.share(slice(words * rank, words * (rank + 1)), 3, 2) for rank in range(size)]
+    shares = [SamplePlan.unpack(share.pack(), 5) for share in shares]
+    for name, whole in (("masks", masks), ("logits", logits)):
+        found = np.concatenate([getattr(share, name).reshape(len(whole), -1) for share in shares], axis=1)
+        assert np.array_equal(found[:, : whole.shape[1]], whole) and not found[:, whole.shape[1] :].any()
+    assert len(SamplePlan(5, EMPTY, EMPTY).share(slice(0, words), 0, 0).masks) == 0

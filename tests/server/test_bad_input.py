@@ -25,6 +25,17 @@ def still_serves(server: ServerProcess) -> Iterator[None]:
     assert server.get("/health").status_code == 200
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
+
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
+CHOICE = {"type": "function", "function": {"name": "f"}}
+
+
 def refused(response: httpx.Response, status: int = 400) -> str:
     """The error's message, which must be in OpenAI's form."""
     assert response.status_code == status, response.text
@@ -96,7 +107,20 @@ def test_a_list_of_text_parts_is_fine(server: ServerProcess) -> None:
         ({"seed": 2**63}, "seed must be"),
         ({"logprobs": 10_000}, "max_logprobs"),
         ({"suffix": "x"}, "suffix is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, r"response_format.json_schema.schema must be a JSON schema"),
+        ({"response_format": schema_format({"type": "stsring"})}, r"json: the schema.type must be .* got 'stsring'"),
+        ({"response_format": schema_format({"$ref": "#"})}, "json: Circular"),
+        ({"response_format": schema_format({"items": [{"type": "null"}]})}, "the schema.items must be one schema"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "give one of response_format"),
+        ({"structured_outputs": {"regex": "^(()"}}, "regex: .*parenthesis is not closed"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" root'}}, "grammar: accepts nothing"),
+        ({"structured_outputs": {"json": {"type": "string"}, "choice": ["a"]}}, "got json and choice"),
+        ({"structured_outputs": {"jsn": {}}}, "has no field 'jsn'"),
+        ({"guided_choice": []}, "choice must name a string"),
+        ({"guided_json": "{" * 60_000}, "json: is not JSON"),
+        ({"guided_json": {"type": "string"}, "min_tokens": 3}, "leave out ignore_eos and min_tokens"),
+        ({"logits_processors": ["f"]}, "logits_processors must be functions"),
         ({"request_id": "a\nb"}, "request_id must be"),
         ({"request_id": "x" * 1000}, "request_id must be"),
     ],
@@ -120,6 +144,9 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
             "schema of type object",
         ),
         ({"tools": [5]}, r"tools\[0\] must be"),
+        (tool({"properties": {"a": {"type": "stsring"}}}), r"tools\[0\].function.parameters has type 'stsring'"),
+        (tool({"properties": {"a": {"items": {"pattern": "^(()"}}}}), r"tools\[0\].function.parameters has pattern"),
+        (tool({"properties": {"a": {"not": {}}}}) | {"tool_choice": CHOICE}, "json: the schema.properties.a.not"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
     ],

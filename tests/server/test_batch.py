@@ -3,6 +3,7 @@
 The engine is batch_program's except where the answers themselves are looked at.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -14,9 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nanollm import LLM, SamplingParams
+from nanollm.server.batch import Line, _answer
 from tests.server.batch_program import DEADLY
 from tests.server.server_process import ROOT
 
@@ -111,6 +114,7 @@ def test_a_bad_line_fails_alone(tmp_path: Path) -> None:
         "url": request("url", 1, url="/v1/embeddings"),
         "method": request("method", 1, method="GET"),
         "stream": request("stream", 1, body={"prompt": [1], "stream": True}),
+        "stream and usage": request("stream and usage", 1, body={"prompt": [1], "stream": True, "usage": None}),
         "body": request("body", 1, body="text"),
         "field": request("field", 1, body={"prompt": [1], "temperature": -1}),
         "model": request("model", 1, body={"prompt": [1], "model": "gpt"}),
@@ -120,6 +124,7 @@ def test_a_bad_line_fails_alone(tmp_path: Path) -> None:
         "url": "url must be /v1/chat/completions or /v1/completions, got '/v1/embeddings'",
         "method": "method must be POST, got 'GET'",
         "stream": "stream must be false: a line of a batch has one answer",
+        "stream and usage": "stream must be false: a line of a batch has one answer",
         "body": "the body is not what this path takes: Expected `object`, got `str`",
         "field": "temperature must be a finite number from 0 to 100, got -1.0",
         "model": "there is no model 'gpt' here, only 'm'",
@@ -127,7 +132,7 @@ def test_a_bad_line_fails_alone(tmp_path: Path) -> None:
     }
     batch = Batch(tmp_path, [request("first", 5), *bad.values(), request("last", 6)])
     code, stderr = batch.run()
-    assert code == 0 and "errors: 7" in stderr
+    assert code == 0 and f"errors: {len(bad)}" in stderr
     found = batch.by_id()
     assert [found[name]["response"]["body"]["choices"][0]["text"] for name in ("first", "last")] == ["5", "6"]
     errors = {}
@@ -139,6 +144,16 @@ def test_a_bad_line_fails_alone(tmp_path: Path) -> None:
             assert answer["response"]["status_code"] == (404 if name == "model" else 400) and answer["error"] is None
             errors[name] = answer["response"]["body"]["error"]["message"]
     assert errors == said
+
+
+def test_an_answer_that_is_not_json_is_an_error() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b'data: {"choices": []}\n\n'})
+
+    line = msgspec.json.decode(json.dumps(request("a", 1)), type=Line)
+    answer, _ = asyncio.run(_answer(app, line))
+    assert answer.response is None and answer.error is not None and answer.error.code == "server_error"
 
 
 @pytest.mark.parametrize(

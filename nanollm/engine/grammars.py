@@ -1,0 +1,261 @@
+"""Structured output: grammars compiled off the step's path, and which tokens they allow next. Through xgrammar."""
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanollm.config import ModelConfig
+from nanollm.engine.json_schema import prepare_regex, prepare_schema
+from nanollm.sampling_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COMPILE_SECONDS = 10.0  # after which a grammar is refused
+CACHE_BYTES = 256 << 20
+_THREADS = 4
+_MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
+_is_exiting = threading.Event()
+_XGRAMMAR = "0.2.9"
+# Kinds of expression in a serialized grammar, as that version has it: kind, number of words, words.
+_CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
+# What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
+_ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
+_JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
+
+
+@atexit.register
+def await_threads() -> None:
+    """Give what is being compiled its time: a thread whose grammar is done while the interpreter ends aborts it."""
+    _is_exiting.set()
+    end = time.monotonic() + COMPILE_SECONDS
+    for thread in threading.enumerate():
+        if thread.name == "nanollm-grammar":
+            thread.join(max(end - time.monotonic(), 0))
+
+
+class Grammar:
+    """A grammar that is being compiled, or was."""
+
+    def __init__(self, wanted: StructuredOutputsParams) -> None:
+        self.wanted = wanted
+        self.future: Future[Any] = Future()
+        self.started = float("inf")  # time.monotonic() when a thread took it up
+        self.num_bytes = 0
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether result() returns, or raises, at once."""
+        return self.future.done() or time.monotonic() - self.started > COMPILE_SECONDS
+
+    def result(self) -> Any:
+        """Wait for the xgrammar.CompiledGrammar. ValueError if it is bad, or takes too long."""
+        while not self.is_decided:
+            wait([self.future], timeout=0.05)
+        if not self.future.done():
+            raise ValueError(
+                f"structured_outputs.{self.wanted.kind} takes over {COMPILE_SECONDS:g} s to compile: make it simpler"
+            )
+        return self.future.result()
+
+
+class Grammars:
+    """Compiles grammars for a model's tokens in threads of its own, and keeps the latest of them.
+
+    load_tokenizer: called once, when the first grammar comes. The model's EOS ids end the output, where a grammar may.
+    """
+
+    def __init__(
+        self, load_tokenizer: "Callable[[], PreTrainedTokenizerBase | None]", model_config: ModelConfig
+    ) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size, self._eos_token_ids = model_config.vocab_size, list(model_config.eos_token_ids)
+        self._lock, self._start_lock = threading.Lock(), threading.Lock()
+        self._known: OrderedDict[str, Grammar] = OrderedDict()
+        self._queue: deque[tuple[str, Grammar]] = deque()
+        self._num_workers = 0
+        self._refused: list[threading.Thread] = []
+        self._masks = np.empty((0, 0), np.int32)
+        self._compiler: Any = None
+        self._filler: Any = None
+
+    def compile(self, wanted: StructuredOutputsParams) -> Grammar:
+        """Start compiling, unless that was done or is going on."""
+        key = repr(wanted)
+        with self._lock:
+            if (grammar := self._known.get(key)) is None:
+                grammar = self._known[key] = Grammar(wanted)
+                self._queue.append((key, grammar))
+                if self._num_workers < _THREADS:
+                    self._num_workers += 1
+                    threading.Thread(target=self._work, name="nanollm-grammars", daemon=True).start()
+            self._known.move_to_end(key)
+        return grammar
+
+    def make_matcher(self, grammar: Grammar) -> Any:
+        """What follows one output through the grammar."""
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(grammar.result())
+
+    def masks(self, matchers: list[Any]) -> NDArray[np.int32]:
+        """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come. None allows all.
+
+        It is good until the next call.
+        """
+        if len(self._masks) < len(matchers):  # memory that is new takes longer to write to
+            self._masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.int32)
+        masks = self._masks[: len(matchers)]
+        masks[[matcher is None for matcher in matchers]] = -1
+        if index := [i for i, matcher in enumerate(matchers) if matcher is not None]:
+            self._filler.batch_fill_next_token_bitmask([matchers[i] for i in index], masks, index)
+        return masks
+
+    def _work(self) -> None:
+        """Have what is queued compiled, each in a thread that is left alone when it takes too long."""
+        while True:
+            with self._lock:
+                if not self._queue or _is_exiting.is_set():
+                    self._num_workers -= 1
+                    return
+                key, grammar = self._queue.popleft()
+                self._refused = [thread for thread in self._refused if thread.is_alive()]
+                is_full = len(self._refused) >= _MAX_REFUSED
+            if is_full:
+                why = f"{_MAX_REFUSED} that take too long are still being compiled: try again later"
+                self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.wanted.kind}: {why}"))
+                continue
+            grammar.started = time.monotonic()
+            thread = threading.Thread(target=self._run, args=(key, grammar), name="nanollm-grammar", daemon=True)
+            thread.start()
+            thread.join(COMPILE_SECONDS)
+            if thread.is_alive():
+                with self._lock:
+                    self._refused.append(thread)
+
+    def _refuse(self, key: str, grammar: Grammar, error: ValueError) -> None:
+        with self._lock:
+            self._known.pop(key, None)
+        grammar.future.set_exception(error)
+
+    def _run(self, key: str, grammar: Grammar) -> None:
+        try:
+            compiled = self._compile(grammar)
+        except BaseException as error:  # of any kind: somebody waits
+            if not isinstance(error, ValueError):
+                error = ValueError(f"structured_outputs can't be had: {error!r}")
+            self._refuse(key, grammar, error)
+            return
+        with self._lock:
+            grammar.num_bytes = compiled.memory_size_bytes
+            left = sum(known.num_bytes for known in self._known.values())
+            for oldest, known in list(self._known.items()):
+                if left > CACHE_BYTES and known.num_bytes:
+                    left -= known.num_bytes
+                    del self._known[oldest]
+        grammar.future.set_result(compiled)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        with self._start_lock:
+            if self._compiler is None:  # the last that _start sets
+                self._start()
+        try:
+            parsed = _parse(grammar.wanted)
+            if not _can_end(json.loads(parsed.serialize_json())):
+                raise ValueError("accepts nothing: no output could ever be complete")
+            return self._compiler.compile_grammar(parsed)
+        except Exception as error:
+            text = str(error)
+            if not isinstance(error, ValueError):  # xgrammar's begin with the place in its source
+                text = text.partition(": ")[2].strip() or text
+            raise ValueError(f"structured_outputs.{grammar.wanted.kind}: {text}") from None
+
+    def _start(self) -> None:
+        try:
+            found = version("xgrammar")
+        except PackageNotFoundError:
+            found = "none"
+        if found != _XGRAMMAR:  # with another, what is serialized may not mean what is read in it here
+            raise ValueError(
+                f"structured_outputs needs xgrammar {_XGRAMMAR}, found {found}: pip install 'nanollm[structured]'"
+            )
+        import xgrammar
+
+        tokenizer = self._load_tokenizer()
+        if tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer: pass tokenizer= and no skip_tokenizer_init")
+        if not self._eos_token_ids:
+            raise ValueError("structured_outputs needs a model with an EOS token: its config.json names none")
+        size, stops = self._vocab_size, self._eos_token_ids
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=stops)
+        vocab = info.decoded_vocab
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        for token_id in special.union(tokenizer.all_special_ids):  # not to be taken for the text that they look like
+            if token_id < size:
+                vocab[token_id] = b""
+        info = xgrammar.TokenizerInfo(
+            vocab, vocab_size=size, stop_token_ids=stops, add_prefix_space=info.add_prefix_space
+        )
+        # Elsewhere than on Linux no process knows its cores.
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self._filler = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8))
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _parse(wanted: StructuredOutputsParams) -> Any:
+    """The xgrammar.Grammar of what is wanted."""
+    from xgrammar import Grammar as Parsed
+
+    if wanted.regex is not None:
+        return Parsed.from_regex(prepare_regex(wanted.regex, "it"))
+    if wanted.grammar is not None:
+        return Parsed.from_ebnf(wanted.grammar)
+    if wanted.choice is not None:
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
+        return Parsed.from_ebnf(f"root ::= {choices}")
+    schema = '{"type": "object", "additionalProperties": true}' if wanted.json_object else wanted.json
+    assert isinstance(schema, str)
+    parsed = Parsed.from_json_schema(prepare_schema(schema), any_whitespace=not wanted.disable_any_whitespace)
+    described = json.loads(parsed.serialize_json())
+    data = described["grammar_expr_data"]
+    for start in described["grammar_expr_indptr"][:-1]:
+        if data[start : start + len(_ANY_CHARACTER)] == _ANY_CHARACTER:
+            data[start : start + len(_ANY_CHARACTER)] = _JSON_CHARACTER
+    return Parsed.deserialize_json(json.dumps(described))
+
+
+def _can_end(grammar: dict[str, Any]) -> bool:
+    """Whether any text is complete: whether the start rule leads to something finite."""
+    data, starts = grammar["grammar_expr_data"], grammar["grammar_expr_indptr"]
+    bodies = [rule[1] for rule in grammar["rules"]]
+    ending: set[int] = set()  # rules known to
+    users: dict[int, set[int]] = {}
+
+    def ends(expr: int, rule: int) -> bool:
+        kind, size, *rest = data[starts[expr] : starts[expr] + 2 + data[starts[expr] + 1]]
+        del size
+        if kind in (_SEQUENCE, _CHOICES):
+            found = [ends(part, rule) for part in rest]
+            return all(found) if kind == _SEQUENCE else any(found)
+        if kind == _RULE or (kind == _REPEAT and rest[1] > 0):
+            users.setdefault(rest[0], set()).add(rule)
+            return rest[0] in ending
+        return True
+
+    left = list(range(len(bodies)))
+    while left:
+        rule = left.pop()
+        if rule not in ending and ends(bodies[rule], rule):
+            ending.add(rule)
+            left.extend(users.get(rule, ()))
+    return grammar["root_rule_id"] in ending

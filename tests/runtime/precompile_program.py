@@ -1,0 +1,105 @@
+"""Goes through a start-up on the CPU as if there were an H200, with a compiler that only says what it should compile.
+
+Prints lists of kernel names: compiled in parallel, and launched meanwhile; then of steps that follow, the same two.
+"""
+
+import json
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+import nanollm.llm  # noqa: F401 - all the modules that are patched
+from nanollm.config import EngineConfig
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.backend import Gpu
+from nanollm.kernels.precompile import compiling_in_parallel
+from nanollm.layers.attention import Attention, bind_kv_cache, use_attention_backend
+from nanollm.layers.sampler import Filters
+from nanollm.models.source import resolve_model
+from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
+from nanollm.runtime.mixed_steps import MixedSteps
+from nanollm.runtime.model_runner import ModelRunner
+from nanollm.runtime.step_plan import EMPTY, StepPlan
+from tests.kernels.compiled import Driver
+
+early: list[str] = []
+late: list[str] = []
+launched: list[str] = []
+
+
+class Kernel:
+    """Of a variant that is not really compiled."""
+
+    function = packed_metadata = None
+
+    def __init__(self, src: Any, **options: Any) -> None:
+        self.name = src.name
+        (late if threading.current_thread() is threading.main_thread() else early).append(src.name)
+
+    def launch_metadata(self, *args: Any) -> None:
+        launched.append(self.name)
+
+    def run(self, *args: Any) -> None:
+        pass
+
+
+def pretend() -> None:
+    triton.runtime.driver.set_active(Driver(90))
+    triton.compiler.compile = Kernel
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    torch.cuda.get_device_name = lambda device: "NVIDIA H200"  # type: ignore[assignment, misc]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("nanollm."):
+            for patched, value in (
+                ("runs_triton", lambda x: True),
+                ("gpu", lambda device: Gpu((9, 0), 227 * 1024, 132)),
+            ):
+                if hasattr(module, patched):
+                    setattr(module, patched, value)
+
+
+def step(lengths: list[int]) -> StepPlan:
+    """Every row computes so many tokens, in a new block, and samples."""
+    counts = np.array(lengths, np.int32)
+    rows, ones = np.arange(len(counts), dtype=np.int32), np.ones_like(counts)
+    zeros, ends = ones - 1, counts.cumsum(dtype=np.int32)
+    return StepPlan(
+        0, rows, counts, zeros, zeros, np.zeros(ends[-1], np.int32), rows, zeros, ones, zeros, ends - 1, rows,
+        *[EMPTY] * 7,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def main() -> None:
+    shape = {"num_hidden_layers": 3, "vocab_size": 3000}
+    config = EngineConfig.from_args(
+        "qwen3-0.6b", dtype="bfloat16", block_size=64, num_kv_blocks=4, max_num_seqs=40, max_num_batched_tokens=512
+    )
+    source = resolve_model("qwen3-0.6b", load_format="dummy", hf_overrides=shape)
+    runner = ModelRunner(config, source, TPGroup(), torch.device("cpu"))
+    pretend()
+    use_attention_backend(runner.model, Attention.backend)
+    runner.decode = DecodeSteps(runner.model, runner.rows, runner.decode._sampler, 40, capture_sizes(40))
+    runner.mixed = MixedSteps(runner.model, runner.rows, runner.decode._sampler, 40, 256, capture=False)
+    plan, cache = runner._largest_step()
+    bind_kv_cache(runner.model, cache)
+    with compiling_in_parallel(torch.device("cuda", 0), 1):
+        runner._compile(plan)
+    meanwhile, launched[:] = list(launched), []
+    for size in (1, 2, 3, 4, 8, 16, 24, 32, 40):
+        runner.decode._forward(size)
+        for filters in Filters:
+            runner.decode._sample(runner.decode._logits_r[:size], filters)
+    lengths = [[1], [2], [7], [16], [30], [100], [200], [512], [1, 1, 9], [1] * 20 + [7], [1] * 39 + [300]]
+    for plan in map(step, [*lengths, *([1] * n + [300] for n in (1, 2, 3, 5, 8, 13))]):
+        logits_r, sample = runner.mixed.forward(plan)
+        sample(logits_r)
+    print(json.dumps([early, meanwhile, late, launched]))
+
+
+if __name__ == "__main__":
+    main()
