@@ -7,13 +7,15 @@ largest stay, and a token stays iff what is strictly larger has less mass than t
 float32 sums are good for. The largest logit always stays.
 
 On a GPU nothing is sorted. The answer is the largest threshold at or above which there is enough: k tokens, or enough
-mass. It is looked for among integer keys that order as the floats do. Where the tiles' maxima are enough by themselves,
-the answer is no lower, and what may be as large is often in few tiles: those fit the registers of one program, which
-halves the range of keys until one is left. Otherwise a sample of the tiles tells a bracket in which the answer
-likely lies, and many programs a row make one pass over the logits: it sums what is above the bracket and counts what is
-inside by keys, so that each bin holds one value of a 16-bit type. If that settles no answer, as in the wide brackets of
-float32, one program a row makes more passes over smaller brackets.
-Counts are integers, so their order doesn't matter and a row is cut at the same place every time.
+mass. It is looked for among integer keys that order as the floats do.
+
+1. Where the tiles' maxima are enough by themselves, the answer is no lower. If few tiles reach what is left, they fit
+   the registers of one program, which halves the range of keys until one is left: that is most rows.
+2. Otherwise a sample of the tiles tells a bracket in which the answer likely lies, and many programs a row pass over
+   the logits: they sum what is above the bracket and count what is inside by keys, one bin for each value of a 16-bit
+   type. Counts are integers, so their order doesn't matter and a row is cut at the same place every time.
+3. If that doesn't settle it (a bracket without the answer, bins of many float32 values, a top_p after a large top_k),
+   one program a row makes more such passes, over ever smaller brackets.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -175,26 +177,11 @@ def _count_and_weigh(x, bins, from_key, to_key, bits, scale, shift, COMPILED: tl
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
-    threshold_S,
-    state_SW,
-    tiles_SN,
-    bins_SB,
-    max_SN,
-    mass_SN,
-    scratch_SV,
-    logits_SV,
-    rows_S,
-    params_RP,
-    size,
-    row_stride,
-    num_tiles,
-    HAS_RULES: tl.constexpr,
-    ALL_TILES: tl.constexpr,
-    FEW: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    CELL_BITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    threshold_S, state_SW, tiles_SN, bins_SB, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, params_RP, size,
+    row_stride, num_tiles,
+    HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, FEW: tl.constexpr, SAMPLED: tl.constexpr,
+    CELL_BITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # The filters of a row, if few tiles matter to them; else where to look for its first.
     s = tl.program_id(0).to(tl.int64)
     row, state = tl.load(rows_S + s), state_SW + s * _STATE_WORDS
@@ -237,8 +224,8 @@ def _threshold_kernel(
                 low = tl.maximum(low, _bisect(top, weight, target, _key(lowest), high, cell))
             count = _list_tiles(tiles, t, (top >= _number(low)) & (t < num_tiles))
             if count <= FEW:
-                i = tl.arange(0, FEW)
-                tile = tl.load(tiles + i, mask=i < count, other=num_tiles)
+                number = tl.arange(0, FEW)
+                tile = tl.load(tiles + number, mask=number < count, other=num_tiles)
                 column = tile[:, None] * TILE_SIZE + within[None, :]
                 x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
                 if phase == _COUNTING:
@@ -292,22 +279,9 @@ def _threshold_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_S"])
 def _long_pass_kernel(
-    state_SW,
-    bins_SB,
-    max_SN,
-    scratch_SV,
-    logits_SV,
-    rows_S,
-    params_RP,
-    size,
-    row_stride,
-    num_tiles,
-    HAS_RULES: tl.constexpr,
-    TILES: tl.constexpr,
-    CELL_BITS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    state_SW, bins_SB, max_SN, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
+    HAS_RULES: tl.constexpr, TILES: tl.constexpr, CELL_BITS: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     s, part, num_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, state = tl.load(rows_S + s), state_SW + s * _STATE_WORDS
     temperature = float_param(params_RP, row, _TEMPERATURE)
@@ -342,25 +316,11 @@ def _long_pass_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _settle_kernel(
-    threshold_S,
-    state_SW,
-    tiles_SN,
-    bins_SB,
-    max_SN,
-    scratch_SV,
-    logits_SV,
-    rows_S,
-    params_RP,
-    size,
-    row_stride,
+    threshold_S, state_SW, tiles_SN, bins_SB, max_SN, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride,
     num_tiles,
-    HAS_RULES: tl.constexpr,
-    ALL_TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CELL_BITS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, CHUNK: tl.constexpr, CELL_BITS: tl.constexpr,
+    COMPILED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # What the long pass found, and further passes until the row's threshold is known.
     s = tl.program_id(0).to(tl.int64)
     row, state = tl.load(rows_S + s), state_SW + s * _STATE_WORDS
