@@ -125,8 +125,8 @@ def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
             raise ValueError(f"{at}.{name} must be one schema, got a list: use prefixItems for a list of schemas")
         if name in schema:
             inner = schema[name]
-            if name == "propertyNames" and isinstance(inner, dict) and not inner.keys() & {"type", *_ALTERNATIVES}:
-                inner = {"type": "string"} | inner
+            if name == "propertyNames" and isinstance(inner, dict):
+                inner = _of_names(inner, f"{at}.{name}")
             prepared[name] = _prepare(inner, root, f"{at}.{name}", depth + 1)
     for name in ("$defs", "definitions", "properties", "patternProperties"):
         if name in schema:
@@ -208,6 +208,15 @@ def _prepare_values(schema: dict[str, Any], at: str) -> None:
         schema["items"] = True
     if "object" in types:
         _prepare_object(schema, at)
+
+
+def _of_names(schema: dict[str, Any], at: str) -> dict[str, Any]:
+    """The schema of property names, which xgrammar would write as whatever it allows: numbers too."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    is_plain = not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"} and schema.get("type", "string") == "string"
+    if not is_plain or not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{at} must be of type string, or an enum or const of strings")
+    return schema if values else {"type": "string"} | schema
 
 
 def _check_bounds(schema: dict[str, Any], at: str) -> None:

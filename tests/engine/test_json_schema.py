@@ -55,6 +55,8 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     *(({"items": {"$ref": f"#/$defs/x{slash}then"}, "$defs": {"x": {"then": {}}}}, "ref must lead into this")
       for slash in ("/", "%2F", "%2f")),
     (an_object(propertyNames={"pattern": "^a$"}), "propertyNames beside properties"),
+    *(({"type": "object", "propertyNames": names, "maxProperties": 1}, "propertyNames must be of type string")
+      for names in ({"enum": ["a", 1]}, {"const": 1}, {"anyOf": [INTEGER]}, {"$ref": "#"}, {"type": "null"})),
     (an_object(patternProperties={"^a": TEXT}), "patternProperties may have one pattern"),
     ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties may have one pattern"),
     ({"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, "minProperties is supported for known"),
