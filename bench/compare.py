@@ -54,17 +54,21 @@ class Job:
         return max(self.num_prompts, *self.batch)
 
 
+def engine_arguments(job: Job) -> dict[str, Any]:
+    """By vLLM's names, which are ours too."""
+    return {
+        "load_format": "dummy" if job.dummy else "auto",
+        "tensor_parallel_size": job.tp,
+        "max_model_len": job.max_model_len,
+        "max_num_seqs": job.max_num_seqs,
+        "skip_tokenizer_init": True,
+    }
+
+
 def start_nanollm(job: Job) -> Generate:
     from nanollm import LLM, SamplingParams
 
-    llm = LLM(
-        job.model,
-        load_format="dummy" if job.dummy else "auto",
-        tensor_parallel_size=job.tp,
-        max_model_len=job.max_model_len,
-        max_num_seqs=job.max_num_seqs,
-        skip_tokenizer_init=True,
-    )
+    llm = LLM(job.model, **engine_arguments(job))
 
     def generate(prompts: list[list[int]], lens: list[int]) -> list[int]:
         params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=n) for n in lens]
@@ -76,14 +80,7 @@ def start_nanollm(job: Job) -> Generate:
 def start_vllm(job: Job) -> Generate:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=job.model,
-        load_format="dummy" if job.dummy else "auto",
-        tensor_parallel_size=job.tp,
-        max_model_len=job.max_model_len,
-        max_num_seqs=job.max_num_seqs,
-        skip_tokenizer_init=True,
-    )
+    llm = LLM(job.model, **engine_arguments(job))
 
     def generate(prompts: list[list[int]], lens: list[int]) -> list[int]:
         params = [

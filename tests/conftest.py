@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import transformers
 from nanollm import LLM
 from nanollm.text.tokenizer import load_tokenizer
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny models gain nothing from more, and threads that wait spin on a busy machine
 transformers.logging.disable_progress_bar()
 

@@ -160,3 +160,9 @@ def test_readme_names_the_launch_commands_and_files_that_exist() -> None:
     assert "./launch.sh test" in readme
     named = re.findall(r"\b(?:docs|examples|bench|nanollm)/[\w./-]*\w|\b[A-Z]{4,}\.md\b", readme)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports them all as top-level modules."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))

@@ -468,6 +468,13 @@ def test_grammars_that_take_long_are_refused_and_others_are_not(monkeypatch: pyt
     start({"choice": ["again"]}).result()
 
 
+def test_a_grammar_whose_mask_would_hold_a_step_up_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Such as ([a-z]?[a-y]?[a-x]?.?){500} with the 151,936 tokens of Qwen3; tiny vocabularies are quick at anything."""
+    monkeypatch.setattr(grammars, "MASK_SECONDS", -1.0)
+    with pytest.raises(ValueError, match=r"structured_outputs.regex: too ambiguous: finding what may come first"):
+        llm.generate([[1, 2]], ask({"regex": "[a-f]{77}"}), use_tqdm=False)
+
+
 def test_whatever_keeps_grammars_from_compiling_is_said(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     def fails() -> Any:
         raise OSError("no such file")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMPILE_SECONDS = 10.0  # after which a grammar is refused
+MASK_SECONDS = 0.5  # of CPU time, after which the first mask of a grammar has it refused
 CACHE_BYTES = 256 << 20
 _THREADS = 4
 _MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
@@ -173,12 +174,24 @@ class Grammars:
             parsed = _parse(grammar.wanted)
             if not _can_end(json.loads(parsed.serialize_json())):
                 raise ValueError("accepts nothing: no output could ever be complete")
-            return self._compiler.compile_grammar(parsed)
+            compiled = self._compiler.compile_grammar(parsed)
+            self._try_out(compiled)
+            return compiled
         except Exception as error:
             text = str(error)
             if not isinstance(error, ValueError):  # xgrammar's begin with the place in its source
                 text = text.partition(": ")[2].strip() or text
             raise ValueError(f"structured_outputs.{grammar.wanted.kind}: {text}") from None
+
+    def _try_out(self, compiled: Any) -> None:
+        """Make the first mask here: one that takes long would hold up a step, and everybody in it."""
+        import xgrammar
+
+        masks = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        start = time.thread_time()
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(masks)
+        if time.thread_time() - start > MASK_SECONDS:
+            raise ValueError("too ambiguous: finding what may come first takes too long, make it simpler")
 
     def _start(self) -> None:
         try:

@@ -5,8 +5,10 @@ order of the schema, strings with a length or a pattern have no escapes, and a p
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
@@ -123,8 +125,8 @@ def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
             raise ValueError(f"{at}.{name} must be one schema, got a list: use prefixItems for a list of schemas")
         if name in schema:
             inner = schema[name]
-            if name == "propertyNames" and isinstance(inner, dict) and not inner.keys() & {"type", *_ALTERNATIVES}:
-                inner = {"type": "string"} | inner
+            if name == "propertyNames" and isinstance(inner, dict):
+                inner = _of_names(inner, f"{at}.{name}")
             prepared[name] = _prepare(inner, root, f"{at}.{name}", depth + 1)
     for name in ("$defs", "definitions", "properties", "patternProperties"):
         if name in schema:
@@ -194,14 +196,42 @@ def _prepare_values(schema: dict[str, Any], at: str) -> None:
             raise ValueError(f"{at} has {name} but no type: say which it is of")
         schema["type"] = found[0]
     types = _types(schema, at)
-    if "multipleOf" in schema and ("number" in types or any(name in schema for name in _BOUNDS)):
-        raise ValueError(f"{at}.multipleOf is supported for type integer without bounds only")
+    if "multipleOf" in schema:
+        if "number" in types or any(name in schema for name in _BOUNDS):
+            raise ValueError(f"{at}.multipleOf is supported for type integer without bounds only")
+        _need(schema, "multipleOf", int, "an integer", at)
+    if "number" in types:
+        _check_bounds(schema, at)
     if "string" in types:
         _prepare_string(schema, at)
     if "array" in types and not {"items", "prefixItems"} & schema.keys():
         schema["items"] = True
     if "object" in types:
         _prepare_object(schema, at)
+
+
+def _of_names(schema: dict[str, Any], at: str) -> dict[str, Any]:
+    """The schema of property names, which xgrammar would write as whatever it allows: numbers too."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    is_plain = not schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"} and schema.get("type", "string") == "string"
+    if not is_plain or not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{at} must be of type string, or an enum or const of strings")
+    return schema if values else {"type": "string"} | schema
+
+
+def _check_bounds(schema: dict[str, Any], at: str) -> None:
+    """xgrammar rounds them to millionths, and takes a range with none in it for nothing at all."""
+    millionths = {}
+    for name in _BOUNDS:
+        if name in schema:
+            value = schema[name]
+            if not math.isfinite(value) or (Fraction(repr(value)) * 10**6).denominator != 1:
+                raise ValueError(f"{at}.{name} must be a number of at most 6 decimals, got {value!r}")
+            millionths[name] = int(Fraction(repr(value)) * 10**6)
+    low = max(millionths.get("minimum", -math.inf), millionths.get("exclusiveMinimum", -math.inf) + 1)
+    high = min(millionths.get("maximum", math.inf), millionths.get("exclusiveMaximum", math.inf) - 1)
+    if low > high:
+        raise ValueError(f"{at} has no number of at most 6 decimals within its bounds")
 
 
 def _prepare_string(schema: dict[str, Any], at: str) -> None:
@@ -354,6 +384,11 @@ def _written_out(token: str, at: str, in_json: bool) -> str:
     found = _overlap(ranges, (_JSON_ASCII if in_json else [(0, 0x7E)]) + _BEYOND_ASCII * (not is_ascii))
     if not found:
         raise ValueError(f"{at} has a class without a character that may come: {token!r:.100}")
+    if found[0][0] == ord("^"):  # which xgrammar takes for a negation where it comes first, escaped or not
+        above = [(ord("^") + 1, found[0][1])] if found[0][1] > ord("^") else []
+        found = [*above, *found[1:], (ord("^"), ord("^"))]
+    if len(found) == 1 and found[0][0] == ord("^"):
+        return "\\^"
     return "[" + "".join(f"{_spelled(low)}-{_spelled(high)}" for low, high in found) + "]"
 
 

@@ -30,7 +30,18 @@ except ImportError:  # Triton before 3.3
 
 # Steps slice the lengths and tables of their rows anywhere: kernels that read them one by one are marked so that
 # Triton compiles no variant for each alignment, in the middle of serving.
-__all__ = ["Gpu", "gdc_launch_dependents", "gdc_wait", "gpu", "overlap", "power_of_2", "runs_triton", "tl", "triton"]
+__all__ = [
+    "Gpu",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gpu",
+    "overlap",
+    "power_of_2",
+    "prefetch",
+    "runs_triton",
+    "tl",
+    "triton",
+]
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -73,3 +84,11 @@ def overlap(device: torch.device) -> dict[str, bool]:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n: Triton's tiles have such sizes."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@triton.jit
+def prefetch(pointers):  # type: ignore[no-untyped-def]
+    """Start the cache lines of these pointers on their way to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

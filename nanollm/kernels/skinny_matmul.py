@@ -9,6 +9,7 @@ from nanollm.kernels.backend import (
     gdc_wait,
     gpu,
     overlap,
+    prefetch,
     runs_triton,
     tl,
     triton,
@@ -140,9 +141,9 @@ def _skinny_matmul_kernel(
         gdc_launch_dependents()
         for first in range(0, SIZE_IN, 64 * WARPS * 4):
             line = first + tl.arange(0, WARPS * 4)[None, None, :] * 64
-            _prefetch(weight + tl.minimum(line, SIZE_IN - 1))
+            prefetch(weight + tl.minimum(line, SIZE_IN - 1))
             if GATED:
-                _prefetch(up_weight + tl.minimum(line, SIZE_IN - 1))
+                prefetch(up_weight + tl.minimum(line, SIZE_IN - 1))
         gdc_wait()
 
     acc_WOM = tl.zeros([WARPS, OUTS, ROWS], tl.float32)
@@ -184,13 +185,6 @@ def _skinny_matmul_kernel(
     if RESIDUAL:
         y_OM += tl.load(residual_MO + offset_OM, mask=row_1M < num_rows, other=0.0).to(tl.float32)
     tl.store(y_MO + offset_OM, y_OM.to(y_MO.dtype.element_ty), mask=row_1M < num_rows)
-
-
-@triton.jit
-def _prefetch(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 def _one_row_triton(

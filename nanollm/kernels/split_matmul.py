@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, runs_triton, tl, triton
+from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, prefetch, runs_triton, tl, triton
 
 MAX_ROWS = 256
 # Each row of the table: what is measured up to this many rows. One row alone has a kernel of its own.
@@ -119,7 +119,7 @@ def _split_matmul_kernel(
         # Weights are nobody's output, so they needn't wait for the kernel before this one.
         gdc_launch_dependents()
         line = tl.minimum(tl.arange(0, _PREFETCHED // 64) * 64, split_size - 1)[None, :]
-        _prefetch(weight + line)
+        prefetch(weight + line)
         gdc_wait()
     # Tensor cores take 64 rows of their first operand at a time: outputs, unless there are as many rows.
     acc = tl.zeros([ROWS, OUTS] if ROWS >= 128 else [OUTS, ROWS], tl.float32)
@@ -133,13 +133,6 @@ def _split_matmul_kernel(
     y_MO = acc if ROWS >= 128 else acc.T
     at_MO = (split * num_rows + row_M)[:, None] * size_out + out_O[None, :]
     tl.store(y_ZMO + at_MO, y_MO.to(y_ZMO.dtype.element_ty), mask=(row_M < num_rows)[:, None])
-
-
-@triton.jit
-def _prefetch(pointers):
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 def _split_matmul_triton(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles) -> Tensor:

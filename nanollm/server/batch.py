@@ -195,6 +195,8 @@ def run_batch(model: str, engine_args: dict[str, Any], input_path: Path, output_
     """
     import uvloop
 
+    if not input_path.is_file():
+        raise ValueError(f"--input {input_path} must be a regular file, since it is read more than once")
     lines = BatchInput(input_path)
     output = BatchOutput(output_path, lines)
     try:
@@ -203,7 +205,7 @@ def run_batch(model: str, engine_args: dict[str, Any], input_path: Path, output_
     finally:
         output.close()
         print(f"{output_path}: {lines.num_answered} of {len(lines)} lines are answered", file=sys.stderr)
-    return 0
+    return int(lines.num_answered < len(lines))
 
 
 async def _run(

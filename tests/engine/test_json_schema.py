@@ -55,11 +55,17 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     *(({"items": {"$ref": f"#/$defs/x{slash}then"}, "$defs": {"x": {"then": {}}}}, "ref must lead into this")
       for slash in ("/", "%2F", "%2f")),
     (an_object(propertyNames={"pattern": "^a$"}), "propertyNames beside properties"),
+    *(({"type": "object", "propertyNames": names, "maxProperties": 1}, "propertyNames must be of type string")
+      for names in ({"enum": ["a", 1]}, {"const": 1}, {"anyOf": [INTEGER]}, {"$ref": "#"}, {"type": "null"})),
     (an_object(patternProperties={"^a": TEXT}), "patternProperties may have one pattern"),
     ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties may have one pattern"),
     ({"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, "minProperties is supported for known"),
     ({"type": "integer", "minimum": 6, "multipleOf": 5}, "multipleOf is supported for type integer without bounds"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf is supported for type integer"),
+    ({"type": "integer", "multipleOf": 1.5}, "multipleOf must be an integer"),
+    ({"type": "number", "minimum": 1e-7}, "minimum must be a number of at most 6 decimals, got 1e-07"),
+    ({"type": "number", "maximum": float("inf")}, "maximum must be a number of at most 6 decimals, got inf"),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "has no number of at most 6 decimals"),
     ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "only one of a length, pattern and format"),
     ({"type": "string", "format": "email", "maxLength": 5}, "only one of a length, pattern and format"),
     ({"type": "string", "format": "email", "pattern": "^z"}, "only one of a length, pattern and format"),
@@ -172,6 +178,15 @@ def test_a_character_is_one_of_utf8_and_of_the_regex(pattern: str) -> None:
     assert accepts(grammar, b"x!") and accepts(schema, b'"!"')
     for broken in BROKEN:
         assert not accepts(grammar, b"x" + broken) and not accepts(schema, b'"' + broken + b'"')
+
+
+@pytest.mark.parametrize("pattern", [r"[a^]", r"[x^y]", r"[_^]", r"[\^a]", r"[é^]", r"[\^-a]", r"[\^]", r"[^^]"])
+def test_a_caret_in_a_class_is_a_character(pattern: str) -> None:
+    grammar = xgrammar.Grammar.from_regex(prepare_regex(f"x{pattern}", "it"))
+    schema = parse({"type": "string", "pattern": pattern})
+    for char in [chr(i) for i in range(33, 127) if chr(i) not in '"\\'] + ["é"]:
+        expected = re.fullmatch(pattern, char) is not None
+        assert accepts(grammar, f"x{char}".encode()) == accepts(schema, f'"{char}"'.encode()) == expected, char
 
 
 def test_code_points_in_braces_are_characters() -> None:

@@ -47,9 +47,12 @@ def left_behind() -> list[str]:
     return sorted(shm + files)
 
 
+_others: set[int] = set()  # processes that were there before the test, such as a server of other tests
+
+
 def assert_nothing_is_left() -> None:
     assert workers() == {} and not world_is_taken()
-    children = psutil.Process().children(recursive=True)
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid not in _others]
     kinds = [(child.status(), " ".join(child.cmdline())) for child in children]
     # Python's own resource tracker stays as long as this process does.
     assert [kind for kind in kinds if "resource_tracker" not in kind[1]] == []
@@ -61,6 +64,7 @@ def cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests' engines come and go in the machine's
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     before, num_threads = left_behind(), torch.get_num_threads()
+    _others.update(child.pid for child in psutil.Process().children(recursive=True))
     forward, load = GatedMLP.forward, model_runner.load_weights
     yield
     GatedMLP.forward = forward  # type: ignore[method-assign]
@@ -68,6 +72,7 @@ def cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert_nothing_is_left()
     torch.set_num_threads(num_threads)
     assert [name for name in left_behind() if name not in before] == []
+    _others.clear()
 
 
 @pytest.fixture

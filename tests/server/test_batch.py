@@ -196,6 +196,14 @@ def test_a_file_that_is_no_output_of_this_input_is_left_alone(tmp_path: Path, co
     assert batch.output.read_text() == content
 
 
+def test_a_pipe_can_not_be_read_twice(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [])
+    batch.input.unlink()
+    os.mkfifo(batch.input)
+    code, stderr = batch.run()
+    assert code == 2 and "must be a regular file" in stderr
+
+
 def test_the_input_is_not_its_own_output(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [request("a", 1)])
     before = batch.input.read_text()

@@ -34,7 +34,7 @@ class Terminal:
         os.close(theirs)
         self.shown = ""
 
-    def read_until(self, pattern: str, seconds: float = 60.0) -> str:
+    def read_until(self, pattern: str, seconds: float = 120.0) -> str:
         """What was shown up to there, and not read before."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):
