@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
-from nanollm.kernels.draw import _draw_triton, draw
+from nanollm.kernels.draw import _draw_triton, _read_and_draw_triton, draw
 from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
 from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul
-from nanollm.kernels.threshold import _threshold_triton, threshold
+from nanollm.kernels.threshold import _guess_triton, _threshold_triton, guess_cuts, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.sampling_params import (
@@ -333,6 +333,7 @@ class Sampling:
 
     def ours(
         self,
+        guessing: dict[str, int] | None = None,
         stats: dict[str, int] | None = None,
         filters: dict[str, int] | None = None,
         drawing: dict[str, int] | None = None,
@@ -341,8 +342,11 @@ class Sampling:
 
         def call(i: int) -> Tensor:
             rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
-            found = _tile_stats_triton(rows, **(stats or {}))
-            limit = _threshold_triton(rows, *found, **(filters or {})) if self.has_filters else None
+            if not self.has_filters:
+                return _read_and_draw_triton(rows, **(drawing or {}))[1]
+            guess = _guess_triton(rows, **(guessing or {}))
+            found = _tile_stats_triton(rows, guess, **(stats or {}))
+            limit = _threshold_triton(rows, *found, guess, **(filters or {}))
             return _draw_triton(rows, *found, limit, **(drawing or {}))[1]
 
         return call
@@ -350,24 +354,27 @@ class Sampling:
     def parts(self) -> dict[str, Call]:
         """Each kernel on what the one before it leaves."""
         rows = RowLogits(self.logits[0], self.rows, self.rows, self.state)
-        stats = tile_stats(rows)
-        limit = threshold(rows, *stats) if self.has_filters else None
+        if not self.has_filters:
+            return {}
+        guess = guess_cuts(rows)
+        stats = tile_stats(rows, guess)
+        limit = threshold(rows, *stats, guess)
 
         def on(i: int) -> RowLogits:
             return replace(rows, logits_SV=self.logits[i])
 
-        calls: dict[str, Call] = {
-            "tile_stats": lambda i: tile_stats(on(i)),
+        return {
+            "tile_stats": lambda i: tile_stats(on(i), guess),
+            "threshold": lambda i: threshold(on(i), *stats, guess),
             "draw": lambda i: draw(on(i), *stats, limit),
         }
-        return calls | ({"threshold": lambda i: threshold(on(i), *stats)} if self.has_filters else {})
 
     def case(self, calls: dict[str, Call]) -> Case:
         return Case(f"sample {self.num_rows} rows, {self.name}", self.num_bytes, 0, len(self.logits), calls)
 
 
 def sampling_cases() -> Iterator[Case]:
-    """All of sampling against one read of the logits, and its three kernels."""
+    """All of sampling against one read of the logits, and its kernels."""
     for num_rows, name in [(1, "temperature"), (32, "temperature"), *((256, name) for name in SAMPLINGS)]:
         inputs = Sampling(num_rows, name)
         calls = {"nanollm": inputs.ours()} | inputs.parts()
@@ -425,20 +432,16 @@ def skinny_variants() -> Iterator[Case]:
 
 
 def sampling_variants() -> Iterator[Case]:
-    launches = itertools.product([8, 16, 32], [2, 4, 8])
     inputs = Sampling(256, "temperature")
-    calls = {f"t{t} w{w}": inputs.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
-    calls |= {f"draw w{w}": inputs.ours(drawing={"num_warps": w}) for w in (4, 16)}
+    launches = [(16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8)]
+    calls = {f"t{t} w{w}": inputs.ours(drawing={"tiles": t, "num_warps": w}) for t, w in launches}
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         inputs_ = Sampling(256, name)
-        options = itertools.product([8, 16], [32, 64], [16, 32], [4, 8, 38])
-        calls = {
-            f"w{warps} s{sampled} t{tiles} p{parts}": inputs_.ours(
-                filters={"num_warps": warps, "sampled": sampled, "tiles": tiles, "parts": parts}
-            )
-            for warps, sampled, tiles, parts in options
-        }
+        calls = {f"t{t} w{w}": inputs_.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
+        calls |= {f"sample {n}": inputs_.ours(guessing={"sampled": n}) for n in (64, 256)}
+        calls |= {f"threshold w{w}": inputs_.ours(filters={"num_warps": w}) for w in (8, 32)}
+        calls |= {f"draw w{w}": inputs_.ours(drawing={"num_warps": w}) for w in (4, 16)}
         yield inputs_.case(calls | {"default": inputs_.ours()})
 
 

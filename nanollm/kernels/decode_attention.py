@@ -5,7 +5,6 @@ saves a kernel, and the new token's K and V needn't come back through the cache.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from nanollm.kernels.backend import (
     Gpu,
+    arrival_counts,
     gdc_launch_dependents,
     gdc_wait,
     gpu,
@@ -325,12 +325,6 @@ def starts_from_qkv(num_rows: int, num_kv_heads: int, device: torch.device) -> b
     return num_rows * num_kv_heads <= 4 * gpu(device).num_sms
 
 
-@functools.cache
-def _arrived(device: torch.device, size: int) -> Tensor:
-    """Zeros, which every launch leaves as zeros. One for all launches: they follow one another in one stream."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
-
-
 def _decode_attention_triton(
     out_BNH: Tensor,
     q_BNH: Tensor,
@@ -357,7 +351,7 @@ def _decode_attention_triton(
         out_BNH,
         partial,
         lse,
-        _arrived(device, power_of_2(max(num_rows * num_kv_heads, 4096))),
+        arrival_counts(device, power_of_2(max(num_rows * num_kv_heads, 4096))),
         q_BNH,
         k_cache,
         v_cache,

@@ -16,7 +16,16 @@ whatever the ranks. Each rank sends its best tile's value and token, and the lar
 import torch
 from torch import Tensor
 
-from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
+from nanollm.kernels.backend import (
+    arrival_counts,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlap,
+    power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from nanollm.kernels.noise import (
     TILE_STREAM,
     TILES,
@@ -27,14 +36,25 @@ from nanollm.kernels.noise import (
     noise_word,
     noise_words,
 )
-from nanollm.kernels.tile_stats import LARGEST, TILE, TILE_SIZE, in_tiles
-from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.tile_stats import (
+    LARGEST,
+    LOG2_E,
+    RULED,
+    TILE,
+    TILE_SIZE,
+    clamped,
+    in_tiles,
+    ruled_arguments,
+    ruled_logits,
+    tile_stats_reference,
+    weights,
+)
+from nanollm.kernels.token_rules import RowLogits, as_logits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
 
 _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
     tl.constexpr(column) for column in (TEMPERATURE, SEED_LOW, SEED_HIGH, CHOICE)
 )
-_LARGEST = tl.constexpr(LARGEST)
 _SLACK = tl.constexpr(1e-3)  # more than rounding can be off
 
 
@@ -53,46 +73,121 @@ def draw_reference(
         words_SN = noise_words(seed_S, rows.ints(CHOICE), rows.positions_S, ids_SN, stream)
         return gumbel(words_SN).masked_fill(greedy_S[:, None], 0.0)
 
-    # Relative to the row's largest, so that nothing is rounded away where the temperature is tiny.
-    peak_S1 = max_SN.amax(-1, keepdim=True).clamp(-LARGEST, LARGEST)
     tiles_SN = torch.arange(x_SNT.shape[1], device=x_SNT.device).expand(len(x_SNT), -1)
     top_SN = max_SN.clamp(-LARGEST, LARGEST)
     log_mass_SN = torch.exp((x_SNT - top_SN[..., None]) / scale_S1[..., None]).sum(-1).log()
     log_mass_SN = torch.where(greedy_S[:, None], 0.0, log_mass_SN)
-    tile_SN = (max_SN - peak_S1) / scale_S1 + log_mass_SN + noise(tiles_SN + rows.first_id // TILE, TILES)
-    value_S, tile_S = tile_SN.max(-1)
+    # In float64, so that nothing is rounded away where the temperature is tiny.
+    noise_SN = log_mass_SN + noise(tiles_SN + rows.first_id // TILE, TILES)
+    value_S, tile_S = (max_SN.double() / scale_S1.double() + noise_SN.double()).max(-1)
+    index_S1 = tile_S[:, None]
     x_ST = x_SNT[torch.arange(len(x_SNT)), tile_S]
-    ids_ST = rows.first_id + tile_S[:, None] * TILE + torch.arange(TILE, device=x_SNT.device)
-    index_S = ((x_ST - peak_S1) / scale_S1 + noise(ids_ST, TOKENS)).argmax(-1, keepdim=True)
-    value_S = peak_S1[:, 0].double() / scale_S1[:, 0].double() + value_S.double()
+    ids_ST = rows.first_id + index_S1 * TILE + torch.arange(TILE, device=x_SNT.device)
+    index_S1 = ((x_ST - top_SN.gather(1, index_S1)) / scale_S1 + noise(ids_ST, TOKENS)).argmax(-1, keepdim=True)
     nothing_S = max_SN.amax(-1) == float("-inf")
-    value_S = value_S.masked_fill(nothing_S, float("-inf"))
-    return value_S, ids_ST.gather(1, index_S)[:, 0].masked_fill(nothing_S, -1)
+    return value_S, ids_ST.gather(1, index_S1)[:, 0].masked_fill(nothing_S, -1)
+
+
+@triton.jit
+def _noise_of_tiles(tile, first_id, seed_low, seed_high, choice, position):
+    return gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + tile, TILE_STREAM))
+
+
+@triton.jit
+def _value(top, log_mass_and_noise, temperature):
+    """A tile's value, float64: of the tile alone, so the same one wins in any batch, on any number of ranks."""
+    return top.to(tl.float64) * (1 / temperature).to(tl.float64) + log_mass_and_noise.to(tl.float64)
+
+
+@triton.jit
+def _draw_from_tile(
+    value_S, id_S, s, value, tile, threshold, logits, scratch, size, first_id, temperature, seed_low, seed_high,
+    choice, position, ruled,
+    HAS_RULES: tl.constexpr,
+):  # fmt: skip
+    column = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
+    x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+    top = tl.max(x, 0)
+    if temperature > 0:
+        word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
+        x = tl.where(x >= threshold, (x - clamped(top)) / temperature + gumbel_noise(word), float("-inf"))
+    _, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(value_S + s, value)
+    tl.store(id_S + s, tl.where(top == float("-inf"), -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
+
+
+@triton.jit
+def _best_tile(x, noise, temperature):
+    """The largest value of these tiles, float64, and which has it: of equals the first."""
+    top = tl.max(x, 1)
+    value = top.to(tl.float64)
+    if temperature > 0:
+        mass = tl.sum(weights(x, top, temperature), 1)
+        value = tl.where(mass > 0, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
+    return tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
+def _read_and_draw_kernel(
+    value_S, id_S, value_SP, tile_SP, arrived_S, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV,
+    slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, first_id,
+    HAS_RULES: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # As tile_stats; but the noise is added at once, and a row's last program draws while other rows are still read.
+    part, num_parts, s = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, position = tl.load(rows_S + s), tl.load(positions_S + s)
+    temperature = float_param(params_RP, row, _TEMPERATURE)
+    seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
+    choice = int_param(params_RP, row, _CHOICE)
+    ruled = has_rules(params_RP, row, HAS_RULES)
+    logits, scratch, within = logits_SV + s * row_stride, scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
+    if ruled:
+        best, best_tile = tl.full((), float("-inf"), tl.float64), part * TILES
+        for i in range(0, TILES, RULED):
+            tile = part * TILES + i + tl.arange(0, RULED)
+            noise = tl.zeros((RULED,), tl.float32)
+            if temperature > 0:
+                noise = _noise_of_tiles(tile, first_id, seed_low, seed_high, choice, position)
+            x = ruled_logits(
+                scratch_SV, logits_SV, s, tile[:, None] * TILE_SIZE + within, size, row_stride, row, position,
+                params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride,
+            )  # fmt: skip
+            value, at = _best_tile(x, noise, temperature)
+            best_tile = tl.where(value > best, part * TILES + i + at, best_tile)
+            best = tl.maximum(value, best)
+    else:
+        tile = part * TILES + tl.arange(0, TILES)
+        column = tile[:, None] * TILE_SIZE + within
+        raw = tl.load(logits + column, mask=column < size, other=float("-inf"))
+        noise = tl.zeros((TILES,), tl.float32)
+        if temperature > 0:  # while the logits are on their way
+            noise = _noise_of_tiles(tile, first_id, seed_low, seed_high, choice, position)
+        best, at = _best_tile(as_logits(raw), noise, temperature)
+        best_tile = part * TILES + at
+    tl.store(value_SP + s * num_parts + part, best)
+    tl.store(tile_SP + s * num_parts + part, best_tile)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(arrived_S + s, 1, sem="acq_rel") == num_parts - 1:
+        tl.store(arrived_S + s, 0)  # for the next launch
+        p = tl.arange(0, PARTS)
+        values = tl.load(value_SP + s * num_parts + p, mask=p < num_parts, other=float("-inf"), cache_modifier=".cg")
+        best, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+        best_tile = tl.load(tile_SP + s * num_parts + at, cache_modifier=".cg")
+        _draw_from_tile(
+            value_S, id_S, s, best, best_tile, float("-inf"), logits, scratch, size, first_id, temperature, seed_low,
+            seed_high, choice, position, ruled, HAS_RULES,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "positions_S"])
 def _draw_kernel(
-    value_S,
-    id_S,
-    found_SN,
-    max_SN,
-    mass_SN,
-    threshold_S,
-    scratch_SV,
-    logits_SV,
-    rows_S,
-    positions_S,
-    params_RP,
-    size,
-    row_stride,
-    num_tiles,
-    first_id,
-    HAS_THRESHOLD: tl.constexpr,
-    HAS_RULES: tl.constexpr,
-    ALL_TILES: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    value_S, id_S, found_SN, max_SN, mass_SN, threshold_S, scratch_SV, logits_SV, rows_S, positions_S, params_RP,
+    size, row_stride, num_tiles, first_id,
+    HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
@@ -101,80 +196,106 @@ def _draw_kernel(
     t = tl.arange(0, ALL_TILES)
     noise = tl.zeros((ALL_TILES,), tl.float32)
     if temperature > 0:
-        noise = gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + t, TILE_STREAM))
+        noise = _noise_of_tiles(t, first_id, seed_low, seed_high, choice, position)
     if PDL:  # only now: the noise needs nothing of the kernels before this one
         gdc_wait()
         gdc_launch_dependents()
     top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
     mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
-    peak = tl.max(top, 0)
-    finite_peak = tl.minimum(tl.maximum(peak, -_LARGEST), _LARGEST)
-    threshold = tl.load(threshold_S + s) if HAS_THRESHOLD else float("-inf")
-    within = tl.arange(0, TILE_SIZE)
+    threshold = tl.load(threshold_S + s)
     ruled = has_rules(params_RP, row, HAS_RULES)
     logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
     if temperature == 0:
-        _, tile = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
-        value = peak.to(tl.float64)
+        value, tile = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
+        value = value.to(tl.float64)
     else:
-        least = tl.where((top >= threshold) & (mass > 0), (top - finite_peak) / temperature + noise, float("-inf"))
-        most = least + tl.log(mass)
-        if HAS_THRESHOLD and threshold > float("-inf"):
+        possible = (top >= threshold) & (mass > 0)
+        most = tl.where(possible, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
+        if threshold > float("-inf"):
             # Of a tile's tokens some may be below the threshold: then its value is less than `most`, but not less than
             # that of its largest token alone. The few tiles that may win so are looked at together.
-            may_win = most >= tl.max(least, 0) - _SLACK
+            least = tl.where(possible, _value(top, noise, temperature), float("-inf"))
+            may_win = possible & (most >= tl.max(least, 0) - _SLACK)
             count, found = tl.sum(may_win.to(tl.int32), 0), found_SN + s * ALL_TILES
             numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)
             tl.store(found + tl.cumsum(may_win.to(tl.int32), 0) - 1, numbered, mask=may_win)
             tl.debug_barrier()
-            best, tile = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+            value, tile = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
             for first in range(0, count, GROUP):
                 number = first + tl.arange(0, GROUP)
                 tile_and_noise = tl.load(found + number, mask=number < count, other=0)
                 candidate = (tile_and_noise >> 32).to(tl.int32)
-                column = candidate[:, None] * TILE_SIZE + within[None, :]
+                column = candidate[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
                 x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
-                largest = tl.minimum(tl.max(x, 1), _LARGEST)
-                weight = tl.exp2((x - largest[:, None]) * (1.4426950408889634 / temperature))
-                log_mass = tl.log(tl.sum(tl.where(x >= threshold, weight, 0.0), 1))
-                exact = (largest - finite_peak) / temperature + log_mass
-                exact += tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
+                largest = tl.max(x, 1)
+                kept = tl.where(x >= threshold, tl.exp2((x - clamped(largest)[:, None]) * (LOG2_E / temperature)), 0.0)
+                its_noise = tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
+                exact = _value(largest, tl.log(tl.sum(kept, 1)) + its_noise, temperature)
                 exact = tl.where(number < count, exact, float("-inf"))
                 highest, at = tl.max(exact, 0, return_indices=True, return_indices_tie_break_left=True)
                 winner = tl.sum(tl.where(number - first == at, candidate, 0), 0)
-                tile = tl.where(highest > best, winner, tile)  # they ascend: of equals the first stays
-                best = tl.maximum(best, highest)
+                tile = tl.where(highest > value, winner, tile)  # they ascend: of equals the first stays
+                value = tl.maximum(value, highest)
         else:
-            best, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)
-        value = finite_peak.to(tl.float64) / temperature.to(tl.float64) + best.to(tl.float64)
-    column = tile * TILE_SIZE + within
-    x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
-    if temperature > 0:
-        word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
-        x = tl.where(x >= threshold, (x - finite_peak) / temperature + gumbel_noise(word), float("-inf"))
-    _, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    nothing = peak == float("-inf")
-    tl.store(value_S + s, tl.where(nothing, float("-inf"), value))
-    tl.store(id_S + s, tl.where(nothing, -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
+            value, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)
+    _draw_from_tile(
+        value_S, id_S, s, value, tile, threshold, logits, scratch, size, first_id, temperature, seed_low, seed_high,
+        choice, position, ruled, HAS_RULES,
+    )  # fmt: skip
+
+
+def _read_and_draw_triton(rows: RowLogits, tiles: int = 32, num_warps: int = 4) -> tuple[Tensor, Tensor]:
+    num_rows, size = rows.logits_SV.shape
+    parts = -(-size // (tiles * TILE))
+    value_S, value_SP = (
+        rows.logits_SV.new_empty(shape, dtype=torch.float64) for shape in (num_rows, (num_rows, parts))
+    )
+    id_S = rows.rows_S.new_empty(num_rows)
+    arguments = ruled_arguments(rows)
+    if num_rows:
+        _read_and_draw_kernel[(parts, num_rows)](
+            value_S,
+            id_S,
+            value_SP,
+            torch.empty_like(value_SP, dtype=torch.int32),
+            arrival_counts(id_S.device, power_of_2(max(num_rows, 4096))),
+            *arguments,
+            rows.first_id,
+            HAS_RULES=rows.has_rules,
+            TILES=tiles,
+            PARTS=power_of_2(parts),
+            num_warps=num_warps,
+            **overlap(id_S.device),
+        )
+    return value_S, id_S
+
+
+def read_and_draw(rows: RowLogits) -> tuple[Tensor, Tensor]:
+    """draw for rows without filters, from the logits alone; leaves rows.scratch_SV as tile_stats does.
+
+    Floor on a GPU: one read of the logits.
+    """
+    if runs_triton(rows.logits_SV):
+        return _read_and_draw_triton(rows)
+    return draw_reference(rows, *tile_stats_reference(rows), None)
 
 
 def _draw_triton(
-    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None, num_warps: int = 16
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor, num_warps: int = 8
 ) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
     all_tiles = max(power_of_2(num_tiles), TILE)
-    found_SN = max_SN if threshold_S is None else max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64)
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
     if num_rows:
         _draw_kernel[(num_rows,)](
             value_S,
             id_S,
-            found_SN,
+            max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64),
             max_SN,
             mass_SN,
-            max_SN if threshold_S is None else threshold_S,
+            threshold_S,
             rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV,
             rows.logits_SV,
             rows.rows_S,
@@ -184,7 +305,6 @@ def _draw_triton(
             rows.logits_SV.stride(0),
             num_tiles,
             rows.first_id,
-            HAS_THRESHOLD=threshold_S is not None,
             HAS_RULES=rows.has_rules,
             ALL_TILES=all_tiles,
             GROUP=16,
@@ -194,13 +314,12 @@ def _draw_triton(
     return value_S, id_S
 
 
-def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's candidate: (value float64 [S], token id int64 [S]).
 
     max_SN, mass_SN: of tile_stats, of the same rows. threshold_S: float32; only tokens whose logit (with the rules
-    applied) is at least this are drawn; -inf, or None for all rows, is no limit. At temperature 0 it is the largest
-    logit, the lowest id of equals, and its value is the logit. Values of different shards compare; of equals the lower
-    tile wins.
+    applied) is at least this are drawn; -inf is no limit. At temperature 0 it is the largest logit, the lowest id of
+    equals, and its value is the logit. Values of different shards compare; of equals the lower tile wins.
     A row whose logits are all -inf has value -inf and id -1.
     On a GPU a tile is read only if it may win: a program a row, that reads [tiles] numbers and few tiles of logits.
     """

@@ -1,19 +1,37 @@
 """The largest logit of each tile of 128 tokens, and the tile's probability mass: all that most of sampling looks at."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, runs_triton, tl, triton
-from nanollm.kernels.token_rules import RowLogits, apply_rules, float_param, has_rules, load_raw
+from nanollm.kernels.token_rules import RowLogits, apply_rules, as_logits, float_param, has_rules
 from nanollm.sampling_params import TEMPERATURE
 
 TILE = 128  # tokens; the shards of a vocabulary are whole tiles
 TILE_SIZE = tl.constexpr(TILE)
 LARGEST = 3.4028234663852886e38  # float32
-_TEMPERATURE = tl.constexpr(TEMPERATURE)
-_HUGE = tl.constexpr(1e33)  # over any temperature still finite; larger logits count as infinite
+RULED = tl.constexpr(2)  # tiles at a time in rows with rules, which take registers that the other rows would lack
+LOG2_E = tl.constexpr(1.4426950408889634)
+BIN = 2**16  # keys; one value of bfloat16
+_TEMPERATURE, _LARGEST, _BIN = (tl.constexpr(value) for value in (TEMPERATURE, LARGEST, BIN))
+
+
+@dataclass
+class Guess:
+    """Brackets in which the rows' filters likely cut, and what tile_stats finds there; see kernels.threshold.
+
+    bracket_2S: int32, keys [from, to) of logits; none if they are equal. bins_BS: int32, zeros, to which tile_stats
+    adds how many logits have their keys in each 2**16 of the bracket. above_SN: float32, as mass_SN of tile_stats but
+    of logits above the bracket alone; written in rows that have one.
+    """
+
+    bracket_2S: Tensor
+    bins_BS: Tensor
+    above_SN: Tensor
 
 
 def in_tiles(x_SV: Tensor) -> Tensor:
@@ -33,111 +51,152 @@ def tile_stats_reference(rows: RowLogits) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _store_stats(max_SN, mass_SN, at, tile, num_tiles, x, temperature):
+def clamped(top):
+    """The same, but finite."""
+    return tl.minimum(tl.maximum(top, -_LARGEST), _LARGEST)
+
+
+@triton.jit
+def weights(x, top, temperature):
+    """exp((x - its tile's largest) / temperature), [tiles, 128]."""
+    return tl.exp2((x - clamped(top)[:, None]) * (LOG2_E / temperature))
+
+
+@triton.jit
+def number_of(key):
+    """The float32 that has this key: int32 that order as the numbers do, 0 for both zeros."""
+    magnitude = tl.where(key < 0, -key, key)
+    return (magnitude | (key & -(2**31))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ruled_logits(
+    scratch_SV, logits_SV, s, column, size, row_stride, row, position, params_RP, words_RV, words_stride, slots_R3S,
+    masks_RW, masks_stride,
+):  # fmt: skip
+    """Logits of a row with its rules applied, which are left in the scratch too."""
+    mask = column < size
+    x = as_logits(tl.load(logits_SV + s * row_stride + column, mask=mask, other=float("-inf")))
+    x = apply_rules(
+        x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride
+    )
+    tl.store(scratch_SV + s * size + column, x, mask=mask)
+    return x
+
+
+@triton.jit
+def _store_stats(
+    max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
+    TILES: tl.constexpr, GUESSES: tl.constexpr,
+):  # fmt: skip
+    at, mask = s * num_tiles + tile, tile < num_tiles
     top = tl.max(x, 1)
-    tl.store(max_SN + at + tile, top, mask=tile < num_tiles)
+    tl.store(max_SN + at, top, mask=mask)
     if temperature > 0:
-        # x * scale - shift is one instruction, rounded once; what shift itself was rounded by is made good a tile.
-        scale = 1.4426950408889634 / temperature
-        top = tl.minimum(tl.maximum(top, -_HUGE), _HUGE)
-        shift = top * scale
-        mass = tl.sum(tl.exp2(x * scale - shift[:, None]), 1) * tl.exp2(tl.fma(top, -scale, shift))
-        tl.store(mass_SN + at + tile, mass, mask=tile < num_tiles)
+        weight = weights(x, top, temperature)
+        tl.store(mass_SN + at, tl.sum(weight, 1), mask=mask)
+        if GUESSES and to_key > from_key:  # of one sign
+            tl.store(above_SN + at, tl.sum(tl.where(x >= number_of(to_key), weight, 0.0), 1), mask=mask)
+            # Key - from_key. Numbers of the other sign come out as no less than the width.
+            sign = tl.where(from_key < 0, -1, 1)
+            offset = x.to(tl.int32, bitcast=True) * sign + (tl.where(from_key < 0, -2147483648, 0) - from_key)
+            offset = offset.to(tl.uint32, bitcast=True)
+            # In any order, so that nothing moves between threads.
+            offset = tl.reshape(offset, (TILES * TILE_SIZE,), can_reorder=True)
+            inside = offset < (to_key - from_key).to(tl.uint32, bitcast=True)
+            bins = bins_BS + s + (offset // _BIN).to(tl.int32) * num_rows
+            tl.atomic_add(bins, 1, mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
+@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S", "bracket_2S"])
 def _tile_stats_kernel(
-    max_SN,
-    mass_SN,
-    scratch_SV,
-    logits_SV,
-    rows_S,
-    positions_S,
-    params_RP,
-    words_RV,
-    slots_R3S,
-    masks_RW,
-    size,
-    row_stride,
-    words_stride,
-    masks_stride,
-    num_tiles,
-    HAS_RULES: tl.constexpr,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    max_SN, mass_SN, above_SN, bins_BS, bracket_2S, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV,
+    slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles,
+    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
-    s, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILES
+    first, s, num_rows = tl.program_id(0) * TILES, tl.program_id(1).to(tl.int64), tl.num_programs(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: see overlap()
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
+    from_key, to_key = 0, 0
+    if GUESSES:
+        from_key, to_key = tl.load(bracket_2S + s), tl.load(bracket_2S + num_rows + s)
     within = tl.arange(0, TILE_SIZE)[None, :]
     if has_rules(params_RP, row, HAS_RULES):
-        # Tile by tile, for rules take registers that the other rows would lack.
-        for i in range(TILES):
-            tile = first + i + tl.arange(0, 1)
-            column = tile[:, None] * TILE_SIZE + within
-            x = load_raw(logits_SV + s * row_stride, column, column < size)
-            x = apply_rules(
-                x,
-                column,
-                column < size,
-                row,
-                position,
-                params_RP,
-                words_RV,
-                words_stride,
-                slots_R3S,
-                masks_RW,
-                masks_stride,
-            )
-            tl.store(scratch_SV + s * size + column, x, mask=column < size)
-            _store_stats(max_SN, mass_SN, s * num_tiles, tile, num_tiles, x, temperature)
+        for i in range(0, TILES, RULED):
+            tile = first + i + tl.arange(0, RULED)
+            x = ruled_logits(
+                scratch_SV, logits_SV, s, tile[:, None] * TILE_SIZE + within, size, row_stride, row, position,
+                params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride,
+            )  # fmt: skip
+            _store_stats(
+                max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
+                RULED, GUESSES,
+            )  # fmt: skip
     else:
         tile = first + tl.arange(0, TILES)
         column = tile[:, None] * TILE_SIZE + within
-        x = load_raw(logits_SV + s * row_stride, column, column < size)
-        _store_stats(max_SN, mass_SN, s * num_tiles, tile, num_tiles, x, temperature)
+        x = as_logits(tl.load(logits_SV + s * row_stride + column, mask=column < size, other=float("-inf")))
+        _store_stats(
+            max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
+            TILES, GUESSES,
+        )  # fmt: skip
 
 
-def _tile_stats_triton(rows: RowLogits, tiles: int = 32, num_warps: int = 4) -> tuple[Tensor, Tensor]:
-    num_rows, size = rows.logits_SV.shape
-    state, num_tiles = rows.state, -(-size // TILE)
-    max_SN, mass_SN = (rows.logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(2))
+def ruled_arguments(rows: RowLogits) -> tuple[Tensor | int, ...]:
+    """What kernels need to apply rules: from scratch_SV, which is made here, to masks_stride."""
+    state, (num_rows, size) = rows.state, rows.logits_SV.shape
     if rows.has_rules:
         rows.scratch_SV = rows.logits_SV.new_empty(num_rows, size, dtype=torch.float32)
+    return (
+        state.params_RP if rows.scratch_SV is None else rows.scratch_SV,
+        rows.logits_SV,
+        rows.rows_S,
+        rows.positions_S,
+        state.params_RP,
+        state.words_RV,
+        state.slots_R3S,
+        state.masks_RW,
+        size,
+        rows.logits_SV.stride(0),
+        state.words_RV.stride(0),
+        state.masks_RW.stride(0),
+    )
+
+
+def _tile_stats_triton(
+    rows: RowLogits, guess: Guess | None = None, tiles: int = 32, num_warps: int = 4
+) -> tuple[Tensor, Tensor]:
+    num_rows, size = rows.logits_SV.shape
+    num_tiles = -(-size // TILE)
+    max_SN, mass_SN = (rows.logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(2))
+    found = (max_SN, max_SN, rows.rows_S) if guess is None else (guess.above_SN, guess.bins_BS, guess.bracket_2S)
+    arguments = ruled_arguments(rows)
     if num_rows:
-        _tile_stats_kernel[(num_rows, -(-num_tiles // tiles))](
+        _tile_stats_kernel[(-(-num_tiles // tiles), num_rows)](
             max_SN,
             mass_SN,
-            rows.scratch_SV if rows.has_rules else max_SN,
-            rows.logits_SV,
-            rows.rows_S,
-            rows.positions_S,
-            state.params_RP,
-            state.words_RV,
-            state.slots_R3S,
-            state.masks_RW,
-            size,
-            rows.logits_SV.stride(0),
-            state.words_RV.stride(0),
-            state.masks_RW.stride(0),
+            *found,
+            *arguments,
             num_tiles,
             HAS_RULES=rows.has_rules,
+            GUESSES=guess is not None,
             TILES=tiles,
             num_warps=num_warps,
+            maxnreg=None if guess is None else 80,
             **overlap(rows.logits_SV.device),
         )
     return max_SN, mass_SN
 
 
-def tile_stats(rows: RowLogits) -> tuple[Tensor, Tensor]:
+def tile_stats(rows: RowLogits, guess: Guess | None = None) -> tuple[Tensor, Tensor]:
     """Returns (largest logit, mass), float32 [S, tiles] each, of the logits with the rows' rules applied.
 
     Mass is the sum of exp((logit - the tile's largest) / temperature): 1 to 128, or 0 where all are -inf. What it is
     in rows of temperature 0 says nothing. On a GPU the logits of rows with rules are left in rows.scratch_SV, which is
-    made here. Floor on a GPU: one read of the logits.
+    made here, and what a guess asks for is found in the same read. Floor on a GPU: one read of the logits.
     """
-    return (_tile_stats_triton if runs_triton(rows.logits_SV) else tile_stats_reference)(rows)
+    return _tile_stats_triton(rows, guess) if runs_triton(rows.logits_SV) else tile_stats_reference(rows)

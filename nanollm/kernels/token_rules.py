@@ -146,18 +146,11 @@ def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
-def load_as_is(logits, column, mask):
-    """Logits of a row as they came, float32."""
-    x = tl.load(logits + column, mask=mask, other=float("-inf"))
+def as_logits(x):
+    """Logits as they came, float32; NaN as -inf."""
     if x.dtype == tl.bfloat16:  # an instruction less than a cast
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def load_raw(logits, column, mask):
-    """Logits of a row as they came, float32; NaN as -inf."""
-    return tl.maximum(load_as_is(logits, column, mask), float("-inf"))  # the instruction ignores NaN
+    return tl.maximum(x.to(tl.float32), float("-inf"))  # the instruction ignores NaN
 
 
 @triton.jit
@@ -166,7 +159,7 @@ def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
     if HAS_RULES and ruled:
         x = tl.load(scratch + column, mask=mask, other=float("-inf"))
     else:
-        x = load_raw(logits, column, mask)
+        x = as_logits(tl.load(logits + column, mask=mask, other=float("-inf")))
     return x
 
 
@@ -176,16 +169,17 @@ def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_strid
     word = tl.load(words_RV + row * words_stride + column, mask=mask, other=0)
     count = (word & _COUNT_MASK).to(tl.float32)
     slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
-    slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
-    has_slot = slot > 0
-    bias = tl.load(slots, mask=has_slot, other=0).to(tl.float32, bitcast=True)
-    until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
-    banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
-    banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
-    has_mask = (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0
-    allowed = tl.load(masks_RW + row * masks_stride + column // 32, mask=mask & has_mask, other=-1)
-    banned |= ((allowed >> (column % 32)) & 1) == 0
-    x = tl.where(banned, float("-inf"), x + bias)
+    if tl.max(slot) > 0:
+        slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
+        has_slot = slot > 0
+        x += tl.load(slots, mask=has_slot, other=0).to(tl.float32, bitcast=True)
+        until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
+        banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
+        banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
+        x = tl.where(banned, float("-inf"), x)
+    if (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0:
+        allowed = tl.load(masks_RW + row * masks_stride + column // 32, mask=mask, other=0)
+        x = tl.where(((allowed >> (column % 32)) & 1) == 0, float("-inf"), x)
     penalty = float_param(params_RP, row, _REPETITION)
     x = tl.where((count > 0) | (word < 0), tl.where(x > 0, x / penalty, x * penalty), x)
     x -= float_param(params_RP, row, _FREQUENCY) * count

@@ -14,8 +14,8 @@ from torch import Tensor
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.advance_rows import advance_rows
 from nanollm.kernels.backend import runs_triton
-from nanollm.kernels.draw import draw
-from nanollm.kernels.threshold import cut, threshold
+from nanollm.kernels.draw import draw, read_and_draw
+from nanollm.kernels.threshold import cut, guess_cuts, threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.sampling_params import RULES, TEMPERATURE
@@ -71,17 +71,22 @@ class Sampler:
         rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._vocab.start)
         if not runs_triton(logits_r):
             rows = rows.processed()  # once for all that follows
-        stats = tile_stats(rows)
-        if self.tp.size > 1 and filters is Filters.ALL:
-            whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
-            whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
-            whole_stats = tile_stats(whole)
-            limit_S = threshold(whole, *whole_stats)
-            _, id_S = draw(whole, *whole_stats, limit_S)
+        limit_S = None
+        if filters is Filters.NONE:
+            id_S = self.tp.best_of_ranks(*read_and_draw(rows))
+        elif filters is Filters.ALL or self.tp.size == 1:
+            whole = rows
+            if self.tp.size > 1:
+                tile_stats(rows)  # which applies the rules
+                whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
+                whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
+            guess = guess_cuts(whole)
+            stats = tile_stats(whole, guess)
+            limit_S = threshold(whole, *stats, guess)
+            _, id_S = draw(whole, *stats, limit_S)
         else:
-            limit_S = None
-            if filters is not Filters.NONE:
-                limit_S = threshold(rows, *stats) if self.tp.size == 1 else self._merged_threshold(rows)
+            stats = tile_stats(rows)
+            limit_S = self._merged_threshold(rows)
             id_S = self.tp.best_of_ranks(*draw(rows, *stats, limit_S))
         wanted = None
         if logprobs is not None:
@@ -135,7 +140,7 @@ class Sampler:
 
 
 def _processed(rows: RowLogits) -> Tensor:
-    """Float32 [S, V_r] with the rules applied; after tile_stats, which leaves them in the scratch on a GPU."""
+    """Float32 [S, V_r] with the rules applied; after a kernel that leaves them in the scratch, on a GPU."""
     if not rows.has_rules:
         return rows.logits_SV
     assert rows.scratch_SV is not None
