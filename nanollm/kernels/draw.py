@@ -39,17 +39,15 @@ from nanollm.kernels.noise import (
 from nanollm.kernels.tile_stats import (
     LARGEST,
     LOG2_E,
-    RULED,
     TILE,
     TILE_SIZE,
     clamped,
     in_tiles,
-    ruled_arguments,
-    ruled_logits,
+    logits_arguments,
+    store_stats,
     tile_stats_reference,
-    weights,
 )
-from nanollm.kernels.token_rules import RowLogits, as_logits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
 
 _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
@@ -116,69 +114,49 @@ def _draw_from_tile(
     tl.store(id_S + s, tl.where(top == float("-inf"), -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
 
 
-@triton.jit
-def _best_tile(x, noise, temperature):
-    """The largest value of these tiles, float64, and which has it: of equals the first."""
-    top = tl.max(x, 1)
-    value = top.to(tl.float64)
-    if temperature > 0:
-        mass = tl.sum(weights(x, top, temperature), 1)
-        value = tl.where(mass > 0, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
-    return tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-
-
 @triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
 def _read_and_draw_kernel(
-    value_S, id_S, value_SP, tile_SP, arrived_S, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV,
-    slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, first_id,
-    HAS_RULES: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    value_S, id_S, value_SP, tile_SP, arrived_S, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, positions_S,
+    params_RP, words_RV, slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles, first_id,
+    HAS_RULES: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # As tile_stats; but the noise is added at once, and a row's last program draws while other rows are still read.
+    # tile_stats, and the best of a program's tiles; a row's last program draws while other rows are still read.
     part, num_parts, s = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row, position = tl.load(rows_S + s), tl.load(positions_S + s)
+    row = tl.load(rows_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
+    store_stats(
+        max_SN, mass_SN, max_SN, max_SN, s, 0, part * TILES, row, temperature, 0, 0, scratch_SV, logits_SV,
+        positions_S, params_RP, words_RV, slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles,
+        HAS_RULES, False, TILES, STEP,
+    )  # fmt: skip
+    position, choice = tl.load(positions_S + s), int_param(params_RP, row, _CHOICE)
     seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
-    choice = int_param(params_RP, row, _CHOICE)
-    ruled = has_rules(params_RP, row, HAS_RULES)
-    logits, scratch, within = logits_SV + s * row_stride, scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
-    if ruled:
-        best, best_tile = tl.full((), float("-inf"), tl.float64), part * TILES
-        for i in range(0, TILES, RULED):
-            tile = part * TILES + i + tl.arange(0, RULED)
-            noise = tl.zeros((RULED,), tl.float32)
-            if temperature > 0:
-                noise = _noise_of_tiles(tile, first_id, seed_low, seed_high, choice, position)
-            x = ruled_logits(
-                scratch_SV, logits_SV, s, tile[:, None] * TILE_SIZE + within, size, row_stride, row, position,
-                params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride,
-            )  # fmt: skip
-            value, at = _best_tile(x, noise, temperature)
-            best_tile = tl.where(value > best, part * TILES + i + at, best_tile)
-            best = tl.maximum(value, best)
-    else:
-        tile = part * TILES + tl.arange(0, TILES)
-        column = tile[:, None] * TILE_SIZE + within
-        raw = tl.load(logits + column, mask=column < size, other=float("-inf"))
-        noise = tl.zeros((TILES,), tl.float32)
-        if temperature > 0:  # while the logits are on their way
-            noise = _noise_of_tiles(tile, first_id, seed_low, seed_high, choice, position)
-        best, at = _best_tile(as_logits(raw), noise, temperature)
-        best_tile = part * TILES + at
+    # Back from memory, in which every tile has a thread of its own: noise takes more instructions than its logits.
+    tl.debug_barrier()
+    t = part * TILES + tl.arange(0, TILES)
+    top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
+    value = top.to(tl.float64)
+    if temperature > 0:
+        noise = _noise_of_tiles(t, first_id, seed_low, seed_high, choice, position)
+        mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
+        value = tl.where(mass > 0, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
+    best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(value_SP + s * num_parts + part, best)
-    tl.store(tile_SP + s * num_parts + part, best_tile)
+    tl.store(tile_SP + s * num_parts + part, part * TILES + at)
     tl.debug_barrier()  # all threads have stored before one of them says so
     if tl.atomic_add(arrived_S + s, 1, sem="acq_rel") == num_parts - 1:
         tl.store(arrived_S + s, 0)  # for the next launch
         p = tl.arange(0, PARTS)
         values = tl.load(value_SP + s * num_parts + p, mask=p < num_parts, other=float("-inf"), cache_modifier=".cg")
         best, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-        best_tile = tl.load(tile_SP + s * num_parts + at, cache_modifier=".cg")
+        tile = tl.load(tile_SP + s * num_parts + at, cache_modifier=".cg")
+        ruled = has_rules(params_RP, row, HAS_RULES)
         _draw_from_tile(
-            value_S, id_S, s, best, best_tile, float("-inf"), logits, scratch, size, first_id, temperature, seed_low,
-            seed_high, choice, position, ruled, HAS_RULES,
+            value_S, id_S, s, best, tile, float("-inf"), logits_SV + s * row_stride, scratch_SV + s * size, size,
+            first_id, temperature, seed_low, seed_high, choice, position, ruled, HAS_RULES,
         )  # fmt: skip
 
 
@@ -244,14 +222,13 @@ def _draw_kernel(
     )  # fmt: skip
 
 
-def _read_and_draw_triton(rows: RowLogits, tiles: int = 32, num_warps: int = 4) -> tuple[Tensor, Tensor]:
+def _read_and_draw_triton(rows: RowLogits, tiles: int = 64, num_warps: int = 2) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     parts = -(-size // (tiles * TILE))
-    value_S, value_SP = (
-        rows.logits_SV.new_empty(shape, dtype=torch.float64) for shape in (num_rows, (num_rows, parts))
-    )
-    id_S = rows.rows_S.new_empty(num_rows)
-    arguments = ruled_arguments(rows)
+    value_S = rows.logits_SV.new_empty(num_rows, dtype=torch.float64)
+    value_SP, id_S = value_S.new_empty(num_rows, parts), rows.rows_S.new_empty(num_rows)
+    max_SN, mass_SN = (value_S.new_empty(num_rows, -(-size // TILE), dtype=torch.float32) for _ in range(2))
+    arguments = logits_arguments(rows)
     if num_rows:
         _read_and_draw_kernel[(parts, num_rows)](
             value_S,
@@ -259,10 +236,13 @@ def _read_and_draw_triton(rows: RowLogits, tiles: int = 32, num_warps: int = 4) 
             value_SP,
             torch.empty_like(value_SP, dtype=torch.int32),
             arrival_counts(id_S.device, power_of_2(max(num_rows, 4096))),
+            max_SN,
+            mass_SN,
             *arguments,
             rows.first_id,
             HAS_RULES=rows.has_rules,
             TILES=tiles,
+            STEP=8 * num_warps,
             PARTS=power_of_2(parts),
             num_warps=num_warps,
             **overlap(id_S.device),

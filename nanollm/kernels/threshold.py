@@ -311,7 +311,7 @@ def _threshold_kernel(
     tl.store(threshold_S + s, threshold)
 
 
-def _guess_triton(rows: RowLogits, sampled: int = 128, num_warps: int = 16) -> Guess | None:
+def _guess_triton(rows: RowLogits, sampled: int = 128, num_warps: int = 8) -> Guess | None:
     num_rows, size = rows.logits_SV.shape
     num_tiles = -(-size // TILE)
     if num_tiles < 2 * sampled or not num_rows:

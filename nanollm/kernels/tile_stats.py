@@ -14,7 +14,6 @@ from nanollm.sampling_params import TEMPERATURE
 TILE = 128  # tokens; the shards of a vocabulary are whole tiles
 TILE_SIZE = tl.constexpr(TILE)
 LARGEST = 3.4028234663852886e38  # float32
-RULED = tl.constexpr(2)  # tiles at a time in rows with rules, which take registers that the other rows would lack
 LOG2_E = tl.constexpr(1.4426950408889634)
 BIN = 2**16  # keys; one value of bfloat16
 _TEMPERATURE, _LARGEST, _BIN = (tl.constexpr(value) for value in (TEMPERATURE, LARGEST, BIN))
@@ -57,31 +56,10 @@ def clamped(top):
 
 
 @triton.jit
-def weights(x, top, temperature):
-    """exp((x - its tile's largest) / temperature), [tiles, 128]."""
-    return tl.exp2((x - clamped(top)[:, None]) * (LOG2_E / temperature))
-
-
-@triton.jit
 def number_of(key):
     """The float32 that has this key: int32 that order as the numbers do, 0 for both zeros."""
     magnitude = tl.where(key < 0, -key, key)
     return (magnitude | (key & -(2**31))).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def ruled_logits(
-    scratch_SV, logits_SV, s, column, size, row_stride, row, position, params_RP, words_RV, words_stride, slots_R3S,
-    masks_RW, masks_stride,
-):  # fmt: skip
-    """Logits of a row with its rules applied, which are left in the scratch too."""
-    mask = column < size
-    x = as_logits(tl.load(logits_SV + s * row_stride + column, mask=mask, other=float("-inf")))
-    x = apply_rules(
-        x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride
-    )
-    tl.store(scratch_SV + s * size + column, x, mask=mask)
-    return x
 
 
 @triton.jit
@@ -93,10 +71,19 @@ def _store_stats(
     top = tl.max(x, 1)
     tl.store(max_SN + at, top, mask=mask)
     if temperature > 0:
-        weight = weights(x, top, temperature)
-        tl.store(mass_SN + at, tl.sum(weight, 1), mask=mask)
+        # x * scale - shift is one instruction, rounded once; what shift itself was rounded by is made good a tile.
+        scale = LOG2_E / temperature
+        shift = clamped(top) * scale
+        rounded = tl.fma(clamped(top), -scale, shift)
+        # If that is much, all but the largest weigh nothing: numbers that differ are too far apart.
+        right = tl.abs(rounded) < 60
+        make_good = tl.exp2(tl.where(right, rounded, 0.0))
+        weight = tl.exp2(tl.fma(x, scale, -shift[:, None]))
+        mass = tl.where(right, tl.sum(weight, 1) * make_good, tl.where(top > float("-inf"), 1.0, 0.0))
+        tl.store(mass_SN + at, mass, mask=mask)
         if GUESSES and to_key > from_key:  # of one sign
-            tl.store(above_SN + at, tl.sum(tl.where(x >= number_of(to_key), weight, 0.0), 1), mask=mask)
+            larger = tl.sum(tl.where(x >= number_of(to_key), weight, 0.0), 1)
+            tl.store(above_SN + at, larger * make_good, mask=mask)
             # Key - from_key. Numbers of the other sign come out as no less than the width.
             sign = tl.where(from_key < 0, -1, 1)
             offset = x.to(tl.int32, bitcast=True) * sign + (tl.where(from_key < 0, -2147483648, 0) - from_key)
@@ -108,6 +95,41 @@ def _store_stats(
             tl.atomic_add(bins, 1, mask=inside, sem="relaxed")
 
 
+@triton.jit
+def store_stats(
+    max_SN, mass_SN, above_SN, bins_BS, s, num_rows, first, row, temperature, from_key, to_key, scratch_SV, logits_SV,
+    positions_S, params_RP, words_RV, slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles,
+    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """tile_stats of TILES tiles of a row from `first` on, STEP at a time."""
+    logits, within = logits_SV + s * row_stride, tl.arange(0, TILE_SIZE)[None, :]
+    if has_rules(params_RP, row, HAS_RULES):
+        position = tl.load(positions_S + s)
+        FEW: tl.constexpr = STEP // 16  # for rules take registers that the other rows would lack
+        for i in range(0, TILES, FEW):
+            tile = first + i + tl.arange(0, FEW)
+            column = tile[:, None] * TILE_SIZE + within
+            x = as_logits(tl.load(logits + column, mask=column < size, other=float("-inf")))
+            x = apply_rules(
+                x, column, column < size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW,
+                masks_stride,
+            )  # fmt: skip
+            tl.store(scratch_SV + s * size + column, x, mask=column < size)
+            _store_stats(
+                max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
+                FEW, GUESSES,
+            )  # fmt: skip
+    else:
+        for i in range(0, TILES, STEP):
+            tile = first + i + tl.arange(0, STEP)
+            column = tile[:, None] * TILE_SIZE + within
+            x = as_logits(tl.load(logits + column, mask=column < size, other=float("-inf")))
+            _store_stats(
+                max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
+                STEP, GUESSES,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S", "bracket_2S"])
 def _tile_stats_kernel(
     max_SN, mass_SN, above_SN, bins_BS, bracket_2S, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV,
@@ -115,39 +137,24 @@ def _tile_stats_kernel(
     HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
-    first, s, num_rows = tl.program_id(0) * TILES, tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    s, num_rows = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: see overlap()
-    row, position = tl.load(rows_S + s), tl.load(positions_S + s)
-    temperature = float_param(params_RP, row, _TEMPERATURE)
+    row = tl.load(rows_S + s)
     from_key, to_key = 0, 0
     if GUESSES:
         from_key, to_key = tl.load(bracket_2S + s), tl.load(bracket_2S + num_rows + s)
-    within = tl.arange(0, TILE_SIZE)[None, :]
-    if has_rules(params_RP, row, HAS_RULES):
-        for i in range(0, TILES, RULED):
-            tile = first + i + tl.arange(0, RULED)
-            x = ruled_logits(
-                scratch_SV, logits_SV, s, tile[:, None] * TILE_SIZE + within, size, row_stride, row, position,
-                params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride,
-            )  # fmt: skip
-            _store_stats(
-                max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
-                RULED, GUESSES,
-            )  # fmt: skip
-    else:
-        tile = first + tl.arange(0, TILES)
-        column = tile[:, None] * TILE_SIZE + within
-        x = as_logits(tl.load(logits_SV + s * row_stride + column, mask=column < size, other=float("-inf")))
-        _store_stats(
-            max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
-            TILES, GUESSES,
-        )  # fmt: skip
+    store_stats(
+        max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tl.program_id(0) * TILES, row,
+        float_param(params_RP, row, _TEMPERATURE), from_key, to_key, scratch_SV, logits_SV, positions_S, params_RP,
+        words_RV, slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles,
+        HAS_RULES, GUESSES, TILES, TILES,
+    )  # fmt: skip
 
 
-def ruled_arguments(rows: RowLogits) -> tuple[Tensor | int, ...]:
-    """What kernels need to apply rules: from scratch_SV, which is made here, to masks_stride."""
+def logits_arguments(rows: RowLogits) -> tuple[Tensor | int, ...]:
+    """What kernels need to read logits and apply rules: scratch_SV, which is made here, to num_tiles."""
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
     if rows.has_rules:
         rows.scratch_SV = rows.logits_SV.new_empty(num_rows, size, dtype=torch.float32)
@@ -164,6 +171,7 @@ def ruled_arguments(rows: RowLogits) -> tuple[Tensor | int, ...]:
         rows.logits_SV.stride(0),
         state.words_RV.stride(0),
         state.masks_RW.stride(0),
+        -(-size // TILE),
     )
 
 
@@ -174,14 +182,13 @@ def _tile_stats_triton(
     num_tiles = -(-size // TILE)
     max_SN, mass_SN = (rows.logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(2))
     found = (max_SN, max_SN, rows.rows_S) if guess is None else (guess.above_SN, guess.bins_BS, guess.bracket_2S)
-    arguments = ruled_arguments(rows)
+    arguments = logits_arguments(rows)
     if num_rows:
         _tile_stats_kernel[(-(-num_tiles // tiles), num_rows)](
             max_SN,
             mass_SN,
             *found,
             *arguments,
-            num_tiles,
             HAS_RULES=rows.has_rules,
             GUESSES=guess is not None,
             TILES=tiles,
