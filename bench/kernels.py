@@ -31,6 +31,7 @@ from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton
 from nanollm.kernels.threshold import _guess_triton, _threshold_triton, guess_cuts, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
+from nanollm.layers.sampler import Filters
 from nanollm.sampling_params import (
     FREQUENCY,
     MIN_P,
@@ -324,7 +325,8 @@ class Sampling:
         self.state = SamplerState.empty(self.num_rows + 1, self.size, torch.device("cuda"))
         self.state.params_RP[:, SEED_LOW] = torch.arange(self.num_rows + 1)
         kinds = SAMPLINGS[self.name]
-        self.has_filters = any({TOP_K, TOP_P, MIN_P} & columns.keys() for columns in kinds)
+        limits = [[row.get(column, off) for column, off in ((TOP_K, 0), (TOP_P, 1), (MIN_P, 0))] for row in kinds]
+        self.filters = max(Filters.of(row.get(TEMPERATURE, 1.0), *of) for row, of in zip(kinds, limits, strict=True))
         for row in range(self.num_rows):
             columns = {TEMPERATURE: 1.0, TOP_P: 1.0, REPETITION: 1.0} | kinds[row % len(kinds)]
             for column, value in columns.items():
@@ -342,9 +344,9 @@ class Sampling:
 
         def call(i: int) -> Tensor:
             rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
-            if not self.has_filters:
+            if self.filters is Filters.NONE:
                 return _read_and_draw_triton(rows, **(drawing or {}))[1]
-            guess = _guess_triton(rows, **(guessing or {}))
+            guess = _guess_triton(rows, **(guessing or {})) if self.filters is Filters.ALL else None
             found = _tile_stats_triton(rows, guess, **(stats or {}))
             limit = _threshold_triton(rows, *found, guess, **(filters or {}))
             return _draw_triton(rows, *found, limit, **(drawing or {}))[1]
@@ -354,9 +356,9 @@ class Sampling:
     def parts(self) -> dict[str, Call]:
         """Each kernel on what the one before it leaves."""
         rows = RowLogits(self.logits[0], self.rows, self.rows, self.state)
-        if not self.has_filters:
+        if self.filters is Filters.NONE:
             return {}
-        guess = guess_cuts(rows)
+        guess = guess_cuts(rows) if self.filters is Filters.ALL else None
         stats = tile_stats(rows, guess)
         limit = threshold(rows, *stats, guess)
 

@@ -116,10 +116,12 @@ def _guess_kernel(
             scale = tl.where(counting, 0.0, LOG2_E / temperature)
             weight = tl.where(all > float("-inf"), tl.exp2((all - peak) * scale), 0.0)
             mass = tl.sum(weight, 0) * 0.25
-            error = 1 + _ERRORS * tl.sqrt(tl.sum(weight * weight, 0)) * 0.25 / mass
+            error = _ERRORS * tl.sqrt(tl.sum(weight * weight, 0)) * 0.25 / mass
             above = top_k * (SAMPLED // 4 * TILE_SIZE / size)
-            below = (1 - top_p) * mass / error
+            below = (1 - top_p) * mass / (1 + error)
             below = tl.where(counting, mass - above - _ERRORS * tl.sqrt(above) - 4, below)
+            # Where few tokens have most of the mass, a sample rather misses them: more than twice the error.
+            most_below = below * (1 + error) * (1 + error) * (1 + error * error)
             # At the answer all tokens together would weigh more than those below it do.
             bound = peak + tl.log2(below / (SAMPLED // 4 * TILE_SIZE)) / scale
             least = tl.where(counting, least, tl.maximum(bound, least))
@@ -131,7 +133,7 @@ def _guess_kernel(
                 more = tl.where(some < to_x + step_x, weight, 0.0)
                 less, more = tl.split(tl.sum(tl.join(less, more), 0))  # together: one barrier for both
                 from_x += tl.where(less < below, step_x, 0.0)
-                to_x += tl.where(more < below * error * error, step_x, 0.0)
+                to_x += tl.where(more < most_below, step_x, 0.0)
             from_key, to_key = _key(from_x) & -_BIN, _key_up(to_x + step_x, _BIN) + _BIN
             # Of one sign: positive numbers, or if there are none, negative ones. And no more than the bins hold.
             from_key = tl.where((from_key <= 0) & (to_key > _BIN), _BIN, from_key)
@@ -177,36 +179,47 @@ def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cel
 
 
 @triton.jit
+def _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES: tl.constexpr):
+    """The logits of FEW of the wanted tiles, [FEW, 128]; -inf for tiles that aren't there."""
+    i = first + tl.arange(0, _FEW)
+    tile = tl.load(tiles + i, mask=i < num_wanted, other=tl.cdiv(size, TILE_SIZE))
+    column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+    return load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+
+
+@triton.jit
+def _sum_fours(x):
+    """Sums of four neighbours, which are one thread's."""
+    return tl.sum(x.reshape(_FEW, TILE_SIZE // 4, 4), 2)
+
+
+@triton.jit
 def _sums_from(
-    a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr, CHUNK: tl.constexpr
-):
-    """What all logits of these tiles weigh that are at least a, b and c, which ascend."""
-    from_a = tl.zeros((CHUNK, TILE_SIZE), tl.float32)
+    a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr
+):  # fmt: skip
+    """What all logits of the wanted tiles weigh that are at least a, b and c, which ascend."""
+    from_a = tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     from_b, from_c = from_a, from_a
-    for first in range(0, num_wanted, CHUNK):
-        i = first + tl.arange(0, CHUNK)
-        tile = tl.load(tiles + i, mask=i < num_wanted, other=0)
-        column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-        x = load_logits(logits, scratch, column, (column < size) & (i < num_wanted)[:, None], ruled, HAS_RULES)
+    for first in range(0, num_wanted, _FEW):
+        x = _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES)
         weight = tl.where(x >= a, tl.exp2((x - peak) * scale), 0.0)
-        from_a += weight
-        from_b += tl.where(x >= b, weight, 0.0)
-        from_c += tl.where(x >= c, weight, 0.0)
+        from_a += _sum_fours(weight)
+        from_b += _sum_fours(tl.where(x >= b, weight, 0.0))
+        from_c += _sum_fours(tl.where(x >= c, weight, 0.0))
     return tl.sum(from_a), tl.sum(from_b), tl.sum(from_c)
 
 
 @triton.jit
 def _search(
-    low, high, cell, target, tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-    HAS_RULES: tl.constexpr, CHUNK: tl.constexpr,
+    low, high, cell, target, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr
 ):  # fmt: skip
-    """As _bisect, over tiles in memory."""
+    """As _bisect, over the wanted tiles in memory."""
     while high.to(tl.int64) - low > cell:
         step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
         a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
         from_a, from_b, from_c = _sums_from(
             number_of(a), number_of(b), number_of(c), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-            HAS_RULES, CHUNK,
+            HAS_RULES,
         )  # fmt: skip
         if from_b >= target:
             low = tl.where(from_c >= target, c, b)
@@ -221,7 +234,7 @@ def _search(
 def _threshold_kernel(
     threshold_S, tiles_SN, max_SN, mass_SN, above_SN, bins_BS, bracket_2S, scratch_SV, logits_SV, rows_S, params_RP,
     size, row_stride, num_tiles,
-    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, ALL_TILES: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, ALL_TILES: tl.constexpr,
     CELL_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     s, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -262,10 +275,7 @@ def _threshold_kernel(
             tl.store(tiles + tl.cumsum(wanted.to(tl.int32), 0) - 1, t, mask=wanted)
             tl.debug_barrier()
             if num_wanted <= _FEW:
-                number = tl.arange(0, _FEW)
-                tile = tl.load(tiles + number, mask=number < num_wanted, other=num_tiles)
-                column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-                x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+                x = _load_few(tiles, 0, num_wanted, logits, scratch, size, ruled, HAS_RULES)
                 if counting:
                     one = tl.where(x >= number_of(low), 1.0, 0.0)
                     low = _bisect(x, one, target, low, high, cell)
@@ -291,21 +301,22 @@ def _threshold_kernel(
                         low, stop = _by_bins(from_key, to_key, count, 0.0, peak, 0.0, target, low, high, cell)
                     low = _search(
                         low, stop, cell, target, tiles, num_wanted, logits, scratch, size, peak, 0.0, ruled,
-                        HAS_RULES, CHUNK,
+                        HAS_RULES,
                     )  # fmt: skip
                     threshold = tl.maximum(threshold, number_of(low))
                 if top_p < 1:
                     if counting | (not total_is_known):
                         total, _, _ = _sums_from(
                             threshold, threshold, threshold, tiles, num_wanted, logits, scratch, size, peak, scale,
-                            ruled, HAS_RULES, CHUNK,
+                            ruled,
+                        HAS_RULES,
                         )  # fmt: skip
                     enough = total * fraction
                     if to_key > from_key:
                         low, high = _by_bins(from_key, to_key, count, above, peak, scale, enough, low, high, cell)
                     low = _search(
                         low, high, cell, enough, tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-                        HAS_RULES, CHUNK,
+                        HAS_RULES,
                     )  # fmt: skip
                     threshold = tl.maximum(threshold, number_of(low))
     tl.store(threshold_S + s, threshold)
@@ -363,7 +374,6 @@ def _threshold_triton(
             HAS_RULES=rows.has_rules,
             GUESSES=guess is not None,
             ALL_TILES=all_tiles,
-            CHUNK=32,
             CELL_BITS=_CELL_BITS.get(rows.logits_SV.dtype, 0),
             num_warps=num_warps,
             maxnreg=1024 // num_warps,  # two programs fit a multiprocessor, so 256 rows an H200

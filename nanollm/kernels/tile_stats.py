@@ -63,6 +63,12 @@ def number_of(key):
 
 
 @triton.jit
+def _made_good(mass, rounded, has_any):
+    right = tl.abs(rounded) < 60
+    return tl.where(right, mass * tl.exp2(tl.where(right, rounded, 0.0)), tl.where(has_any, 1.0, 0.0))
+
+
+@triton.jit
 def _store_stats(
     max_SN, mass_SN, above_SN, bins_BS, s, num_rows, tile, num_tiles, x, temperature, from_key, to_key,
     TILES: tl.constexpr, GUESSES: tl.constexpr,
@@ -75,15 +81,12 @@ def _store_stats(
         scale = LOG2_E / temperature
         shift = clamped(top) * scale
         rounded = tl.fma(clamped(top), -scale, shift)
-        # If that is much, all but the largest weigh nothing: numbers that differ are too far apart.
-        right = tl.abs(rounded) < 60
-        make_good = tl.exp2(tl.where(right, rounded, 0.0))
+        # Where that is much, numbers that differ are so far apart that the largest weighs all.
         weight = tl.exp2(tl.fma(x, scale, -shift[:, None]))
-        mass = tl.where(right, tl.sum(weight, 1) * make_good, tl.where(top > float("-inf"), 1.0, 0.0))
-        tl.store(mass_SN + at, mass, mask=mask)
+        tl.store(mass_SN + at, _made_good(tl.sum(weight, 1), rounded, top > float("-inf")), mask=mask)
         if GUESSES and to_key > from_key:  # of one sign
             larger = tl.sum(tl.where(x >= number_of(to_key), weight, 0.0), 1)
-            tl.store(above_SN + at, larger * make_good, mask=mask)
+            tl.store(above_SN + at, _made_good(larger, rounded, top >= number_of(to_key)), mask=mask)
             # Key - from_key. Numbers of the other sign come out as no less than the width.
             sign = tl.where(from_key < 0, -1, 1)
             offset = x.to(tl.int32, bitcast=True) * sign + (tl.where(from_key < 0, -2147483648, 0) - from_key)

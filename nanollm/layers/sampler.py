@@ -80,7 +80,7 @@ class Sampler:
                 tile_stats(rows)  # which applies the rules
                 whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
                 whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
-            guess = guess_cuts(whole)
+            guess = guess_cuts(whole) if filters is Filters.ALL else None  # others cut among few
             stats = tile_stats(whole, guess)
             limit_S = threshold(whole, *stats, guess)
             _, id_S = draw(whole, *stats, limit_S)

@@ -163,13 +163,11 @@ class DecodeSteps:
             with capturing(self._pool) as forward:
                 self._forward(size)
             graphs = _Graphs(forward, {})
-            for filters in (Filters.NONE, Filters.ALL) if self._sampler.tp.size == 1 else (Filters.NONE,):
+            for filters in Filters if self._sampler.tp.size == 1 else (Filters.NONE,):
                 self._sample(self._logits_r[:size], filters)
                 with capturing(self._pool) as sampling:
                     ids_B, _ = self._sample(self._logits_r[:size], filters)
                 graphs.samples[filters] = sampling, ids_B
-            if Filters.ALL in graphs.samples:  # on one rank it makes no difference
-                graphs.samples[Filters.LARGEST] = graphs.samples[Filters.ALL]
             self._graphs[size] = graphs
         torch.cuda.synchronize()
         return time.monotonic() - start

@@ -306,6 +306,10 @@ def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtyp
     logits = randn(num_rows, size + 8, device=device, dtype=dtype)[:, :size] * 3
     logits[:, ::7] = float("-inf")
     logits[0, 0] = float("nan")
+    # Where x * scale has no bits left for what the x of a tile differ by
+    huge = torch.tensor([1e5, -1e5, 1e9, -1e9, 1e30, -3e38, float("-inf")], device=device)
+    token = torch.arange(size, device=device)
+    logits[-1] = huge[token // 128 % len(huge)] * (token % 128 + 1)
     state = make_state(num_rows, size, device, TEMPERATURE=[0.7])
     make_rules(state, num_rows, size)
     order = torch.randperm(num_rows, device=device)
@@ -432,7 +436,7 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
         assert torch.equal(token_id, expected_id)
         assert token_id[-1] == -1
         torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=2e-5)
-        assert torch.equal(value, draws[0][0]), "the same in any batch"
+        assert torch.equal(value[1::2], draws[0][0][1::2]), "rows without rules are the same in any batch"
 
 
 def check_ties(*, device: str) -> None:
