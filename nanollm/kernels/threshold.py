@@ -160,7 +160,7 @@ def _bisect(x, weight, target, low, high, cell):
 
 @triton.jit
 def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cell):
-    """low and high, as near as the bins tell: their tokens weigh at least as the least number in it, at most as …"""
+    """low and high as near as the bins tell, whose tokens may be any of a bin's numbers; above: what larger ones weigh."""
     bin = tl.arange(0, _BINS)
     start = from_key + bin * _BIN
     inside = (start < to_key) & (count > 0)
@@ -234,8 +234,8 @@ def _search(
 def _threshold_kernel(
     threshold_S, tiles_SN, max_SN, mass_SN, above_SN, bins_BS, bracket_2S, scratch_SV, logits_SV, rows_S, params_RP,
     size, row_stride, num_tiles,
-    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, ALL_TILES: tl.constexpr,
-    CELL_BITS: tl.constexpr, PDL: tl.constexpr,
+    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, ALL_TILES: tl.constexpr, CELL_BITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     s, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row = tl.load(rows_S + s)
@@ -300,23 +300,20 @@ def _threshold_kernel(
                     if all_in_bins:
                         low, stop = _by_bins(from_key, to_key, count, 0.0, peak, 0.0, target, low, high, cell)
                     low = _search(
-                        low, stop, cell, target, tiles, num_wanted, logits, scratch, size, peak, 0.0, ruled,
-                        HAS_RULES,
+                        low, stop, cell, target, tiles, num_wanted, logits, scratch, size, peak, 0.0, ruled, HAS_RULES
                     )  # fmt: skip
                     threshold = tl.maximum(threshold, number_of(low))
                 if top_p < 1:
                     if counting | (not total_is_known):
                         total, _, _ = _sums_from(
                             threshold, threshold, threshold, tiles, num_wanted, logits, scratch, size, peak, scale,
-                            ruled,
-                        HAS_RULES,
+                            ruled, HAS_RULES,
                         )  # fmt: skip
                     enough = total * fraction
                     if to_key > from_key:
                         low, high = _by_bins(from_key, to_key, count, above, peak, scale, enough, low, high, cell)
                     low = _search(
-                        low, high, cell, enough, tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-                        HAS_RULES,
+                        low, high, cell, enough, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES
                     )  # fmt: skip
                     threshold = tl.maximum(threshold, number_of(low))
     tl.store(threshold_S + s, threshold)
