@@ -20,6 +20,7 @@ from nanollm.kernels.backend import (
     gpu,
     overlap,
     power_of_2,
+    prefetch,
     runs_triton,
     tl,
     triton,
@@ -181,6 +182,7 @@ def _decode_attention_kernel(
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -191,17 +193,30 @@ def _decode_attention_kernel(
     head_G, dim_H, token_C = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
     inside_GH = (head_G < GROUP)[:, None] & (dim_H < HEAD_DIM)[None, :]
     offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    # These loads don't wait for one another: the first tile is the same whatever the context.
-    context = tl.load(context_lens_B + row)
+    # Lengths and tables are complete before any attention starts (see the embedding), and the tokens of earlier steps
+    # are nobody's output in this one: they start for the L2 cache while the kernel before this one still runs.
+    context = tl.load(context_lens_B + row, cache_modifier=".cg")
     table = block_tables_BM + row * table_stride
     block_C = _blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
+    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
+    if PDL:
+        gdc_launch_dependents()
+        LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth  # values in 128 bytes
+        LINES: tl.constexpr = HEAD_TILE // LINE if HEAD_TILE > LINE else 1
+        line_L = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)
+        for tile in tl.static_range(EARLY):
+            first = (split + tile * num_splits) * TILE
+            if first < context:
+                early_C = tl.minimum(first + token_C, context - 1)
+                early_slot_C = tl.load(table + early_C // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64) * BLOCK_SIZE
+                early_slot_C += early_C % BLOCK_SIZE
+                early_CL = (early_slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + line_L[None, :]
+                prefetch(k_cache + early_CL)
+                prefetch(v_cache + early_CL)
+        gdc_wait()
     if not FROM_QKV:
         q_GH = tl.load(q_BNH + row * q_stride + kv_head * GROUP * HEAD_DIM + offset_GH, mask=inside_GH, other=0.0)
 
-    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
     if split >= num_splits:
         return
     top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
@@ -270,18 +285,22 @@ def _decode_attention_kernel(
 def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """The blocks of tokens first … first + TILE of a row: one for all of them where a tile fits in a block."""
     token_C = first if BLOCK_SIZE % TILE == 0 else first + tl.arange(0, TILE)
-    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0)
+    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0, cache_modifier=".cg")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """num_splits: programs a long row is split over; min_split: tokens worth a program of their own."""
+    """num_splits: programs a long row is split over; min_split: tokens worth a program of their own.
+
+    early: a program's first tiles that are fetched before it waits for the kernel before.
+    """
 
     num_splits: int
     min_split: int
     tile: int
     stages: int
     num_warps: int
+    early: int = 1
 
 
 def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Launch:
@@ -388,6 +407,7 @@ def _decode_attention_triton(
         HEAD_TILE=max(power_of_2(head_dim), 16),
         TILE=launch.tile,
         STAGES=launch.stages,
+        EARLY=launch.early,
         KEEP=keep,
         num_warps=launch.num_warps,
         **overlap(device),
