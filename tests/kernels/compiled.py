@@ -101,8 +101,9 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     matrix = torch.zeros(2048, 3072, dtype=dtype)
     skinny_matmul._skinny_matmul_triton(matrix[:16], matrix, weight[:3072], 1e-6, gated=True)
     skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
-    for cut in (skinny_matmul.OneRow(1, 1024, 1), skinny_matmul.OneRow(16, 1024, 8)):  # of those that tuning tries
-        skinny_matmul._one_row_triton(matrix[:1], matrix, cut=cut)
+    for outs, num_warps in ((2, 1), (32, 8)):  # the smallest and the largest program that tuning tries
+        cut = skinny_matmul.OneRow(outs, 1024, num_warps)
+        skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True, cut=cut)
     for num_rows in (4, 16, 64):
         tiles = split_matmul.default_tiles(num_rows, 2048, 3072, 132)
         assert tiles is not None
