@@ -27,7 +27,7 @@ from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
-from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton, _skinny_matmul_triton, skinny_matmul
+from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton
 from nanollm.kernels.threshold import _threshold_triton, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
@@ -268,26 +268,22 @@ SKINNY = {
 
 @dataclass
 class Skinny:
-    """Inputs of a linear layer of a few rows."""
+    """Inputs of a linear layer of one row."""
 
-    num_rows: int
     layer: Linear
 
     def __post_init__(self) -> None:
         layer = self.layer
         self.copies = copies_of(layer.num_bytes)
         self.weights = [randn(layer.size_out, layer.size_in) for _ in range(self.copies)]
-        self.x = randn(self.num_rows, layer.size_in)
+        self.x = randn(1, layer.size_in)
         self.norm_weight = randn(layer.size_in) if layer.norm else None
-        self.residual = randn(self.num_rows, layer.size_out) if layer.residual else None
+        self.residual = randn(1, layer.size_out) if layer.residual else None
 
-    def ours(self, cut: OneRow | None = None, **options: int) -> Call:
-        """As layers launch it; or cut so, if of one row; or with options of the launch."""
+    def ours(self, cut: OneRow | None = None) -> Call:
+        """As layers launch it, or cut so."""
         added = (self.norm_weight, 1e-6, self.residual)
-        if cut is not None:
-            return lambda i: _one_row_triton(self.x, self.weights[i], *added, gated=self.layer.gated, cut=cut)
-        run = _skinny_matmul_triton if options else skinny_matmul
-        return lambda i: run(self.x, self.weights[i], *added, gated=self.layer.gated, **options)
+        return lambda i: _one_row_triton(self.x, self.weights[i], *added, gated=self.layer.gated, cut=cut)
 
     def separate(self) -> Call:
         """cuBLAS, with our kernels before and after it."""
@@ -300,14 +296,13 @@ class Skinny:
         return call
 
     def case(self, name: str, calls: dict[str, Call]) -> Case:
-        return Case(f"matmul {self.num_rows} x {name}", self.layer.num_bytes, 0, self.copies, calls)
+        return Case(f"matmul 1 x {name}", self.layer.num_bytes, 0, self.copies, calls)
 
 
 def skinny_cases() -> Iterator[Case]:
     for name, layer in SKINNY.items():
-        for num_rows in (1, 8, 16):
-            inputs = Skinny(num_rows, layer)
-            yield inputs.case(name, {"nanollm": inputs.ours(), "cublas": inputs.separate()})
+        inputs = Skinny(layer)
+        yield inputs.case(name, {"nanollm": inputs.ours(), "cublas": inputs.separate()})
 
 
 # What rows ask for: columns of nanollm.sampling_params; the last has every fourth row do one of these.
@@ -418,19 +413,6 @@ def prefill_variants() -> Iterator[Case]:
             yield inputs.case(f"{name} block {block_size}", calls)
 
 
-def skinny_variants() -> Iterator[Case]:
-    for name, layer in SKINNY.items():
-        for num_rows in (2, 16):  # of one row: bench/tune.py
-            inputs_ = Skinny(num_rows, layer)
-            calls = {
-                f"o{outs} c{chunk} w{warps} p{stages}": inputs_.ours(
-                    outs=outs, chunk=chunk, num_warps=warps, stages=stages
-                )
-                for outs, chunk, warps, stages in [(16, 512, 2, 3), (16, 512, 4, 2), (32, 256, 4, 3)]
-            }
-            yield inputs_.case(name, calls | {"default": inputs_.ours(), "cublas": inputs_.separate()})
-
-
 def sampling_variants() -> Iterator[Case]:
     launches = itertools.product([8, 16, 32], [2, 4, 8])
     inputs = Sampling(256, "temperature")
@@ -461,7 +443,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 VARIANTS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_variants,
     "prefill": prefill_variants,
-    "skinny": skinny_variants,
     "sampling": sampling_variants,
 }
 

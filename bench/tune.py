@@ -111,14 +111,14 @@ def one_row_cuts(layer: Linear, num_sms: int) -> list[OneRow]:
 def compile_one_row(layers: list[Linear], device: torch.device) -> None:
     with compiling_in_parallel(device, 1), launching_nothing():
         for layer in layers:
-            inputs = Skinny(1, layer)
+            inputs = Skinny(layer)
             for cut in one_row_cuts(layer, gpu(device).num_sms):
                 inputs.ours(cut)(0)
 
 
 def measure_one_row(layer: Linear, device: torch.device) -> dict[OneRow, float]:
     """Microseconds of each cut, the rule's first."""
-    inputs = Skinny(1, layer)
+    inputs = Skinny(layer)
     return {cut: time_call(inputs.ours(cut), inputs.copies) for cut in one_row_cuts(layer, gpu(device).num_sms)}
 
 
