@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanollm import LLM, SamplingParams
-from tests.conftest import random_prompt
+from tests.conftest import VARIED, random_prompt
 from tests.soak import Soak, soak_seconds
 
 NUM_NEW = 9
@@ -120,7 +120,7 @@ def test_reset_prefix_cache_makes_prompts_be_computed_anew(tiny: Any) -> None:
     assert {tuple(output.outputs[0].token_ids) for output in outputs} == {tuple(tiny("qwen3").greedy(prompt, NUM_NEW))}
 
 
-@pytest.mark.timeout(soak_seconds(12) + 120)
+@pytest.mark.timeout(soak_seconds(15) + 120)
 def test_bursts_and_aborts_leave_nothing_behind(tiny: Any) -> None:
     model = tiny("qwen3", max_position_embeddings=2048)
     settings = {
@@ -134,8 +134,6 @@ def test_bursts_and_aborts_leave_nothing_behind(tiny: Any) -> None:
     }
     with model.llm(**settings) as llm:
         soak = Soak(llm, probes_in_crowd=True)
-        for tokens, params in zip(soak.expected, soak.probes, strict=True):
-            if params.temperature == 0 and params.repetition_penalty == 1:
-                assert tokens == [model.greedy(soak.probe_prompt, 24)]
-        soak.run(soak_seconds(12))
+        assert soak.expected[VARIED.index({"temperature": 0})] == [model.greedy(soak.probe_prompt, 24)]
+        soak.run(soak_seconds(15))
     soak.check()

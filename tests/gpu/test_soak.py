@@ -1,4 +1,4 @@
-"""Five minutes of bursts, aborts and preemptions on a GPU leave nothing behind. NANOLLM_SOAK_SECONDS=60 makes it one."""
+"""Five minutes of bursts, aborts and preemptions on a GPU leave nothing behind. NANOLLM_SOAK_SECONDS=60 is one."""
 
 import pytest
 import torch
