@@ -1,7 +1,9 @@
 """Triton where it is installed, and what a launch must know about the GPU. Kernel files import both from here."""
 
 import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,10 +37,12 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "gpu",
+    "measured_cuts",
     "overlap",
     "power_of_2",
     "prefetch",
     "runs_triton",
+    "table_path",
     "tl",
     "triton",
 ]
@@ -51,8 +55,10 @@ def runs_triton(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: (9, 0) for an H200. shared_bytes: shared memory of one program. num_sms: its multiprocessors."""
+    """name: "NVIDIA H200". capability: (9, 0) for that one. shared_bytes: shared memory of one program. num_sms: its
+    multiprocessors."""
 
+    name: str
     capability: tuple[int, int]
     shared_bytes: int
     num_sms: int
@@ -62,10 +68,29 @@ class Gpu:
 def gpu(device: torch.device) -> Gpu:
     """What launches depend on. Triton's interpreter runs without a GPU and is told of a small one."""
     if device.type != "cuda":
-        return Gpu((8, 0), 99 * 1024, 8)
+        return Gpu("", (8, 0), 99 * 1024, 8)
     found = torch.cuda.get_device_properties(device)
     shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Gpu((found.major, found.minor), shared, found.multi_processor_count)
+    return Gpu(found.name, (found.major, found.minor), shared, found.multi_processor_count)
+
+
+def table_path(gpu_name: str) -> Path:
+    """Where bench/tune.py keeps what it measured on such a GPU."""
+    return Path(__file__).parent / "tuned" / f"{gpu_name.replace(' ', '_')}.json"
+
+
+@functools.cache
+def _table(gpu_name: str) -> dict[str, dict[str, list[int] | None]]:
+    path = table_path(gpu_name)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def measured_cuts(size_out: int, size_in: int, device: torch.device) -> dict[str, list[int] | None]:
+    """By number of rows, how best to cut a matmul by a weight [O, I] on this GPU, None for the library's.
+
+    Only what bench/tune.py measured: rows may be absent, and all are for shapes or GPUs that it never saw.
+    """
+    return _table(gpu(device).name).get(f"{size_out}x{size_in}", {})
 
 
 def overlap(device: torch.device) -> dict[str, bool]:

@@ -1,6 +1,10 @@
 """Linear layers of very few rows, where reading the weights is all the work: norm, gate and residual come for free."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import functools
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,7 +12,9 @@ from nanollm.kernels.backend import (
     gdc_launch_dependents,
     gdc_wait,
     gpu,
+    measured_cuts,
     overlap,
+    power_of_2,
     prefetch,
     runs_triton,
     tl,
@@ -28,6 +34,48 @@ def suits_skinny_matmul(num_rows: int, weight_OD: Tensor) -> bool:
     if not runs_triton(weight_OD) or len(weight_OD) % 32:
         return False
     return num_rows == 1 or (1 < num_rows <= MAX_ROWS and len(weight_OD) <= 2048)
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """How a matmul of one row is cut: a program reads outs rows of the weight, chunk inputs at a time.
+
+    Of a gated weight, half of these rows are gate's and half are up's.
+    """
+
+    outs: int
+    chunk: int
+    num_warps: int
+
+    def suit(self, size_out: int, *, gated: bool) -> bool:
+        """Whether a weight of size_out rows can be cut so, and registers hold a chunk: 128 values a thread at most."""
+        sizes = (self.outs, self.chunk, self.num_warps)
+        return (
+            all(size == power_of_2(size) for size in sizes)
+            and size_out % self.outs == 0
+            and self.outs > gated
+            and self.num_warps <= 32
+            and self.outs * self.chunk <= 128 * 32 * self.num_warps
+        )
+
+
+@functools.cache
+def one_row_cut(size_out: int, size_in: int, gated: bool, device: torch.device) -> OneRow:
+    """As bench/tune.py measured it on this GPU, or by the rule."""
+    measured = measured_cuts(size_out, size_in, device).get("1")
+    if measured is not None and (cut := OneRow(*measured)).suit(size_out, gated=gated):
+        return cut
+    return default_one_row_cut(size_out, size_in, gated, gpu(device).num_sms)
+
+
+def default_one_row_cut(size_out: int, size_in: int, gated: bool, num_sms: int) -> OneRow:
+    """The rule for shapes that nobody measured, made from some that were on an H200."""
+    halves = 2 if gated else 1
+    if size_out < halves * 16 * num_sms:
+        return OneRow(halves * 4, 2048, 8)
+    if gated or size_in <= 1024:
+        return OneRow(halves * 8, 512, 2)
+    return OneRow(2, 1024, 2)
 
 
 def skinny_matmul_reference(
@@ -195,20 +243,14 @@ def _one_row_triton(
     residual_1O: Tensor | None = None,
     *,
     gated: bool = False,
-    outs: int | None = None,
-    chunk: int | None = None,
-    num_warps: int | None = None,
+    cut: OneRow | None = None,
 ) -> Tensor:
-    size_in, size_out = x_1D.shape[1], len(weight_OD) // (2 if gated else 1)
-    if outs is None or chunk is None or num_warps is None:  # as measured on an H200
-        if size_out < 16 * gpu(x_1D.device).num_sms:
-            outs, chunk, num_warps = 4, 2048, 8
-        elif gated or size_in <= 1024:
-            outs, chunk, num_warps = 8, 512, 2
-        else:
-            outs, chunk, num_warps = 2, 1024, 2
+    if cut is None:
+        cut = one_row_cut(*weight_OD.shape, gated, x_1D.device)
+    halves, size_in = 2 if gated else 1, x_1D.shape[1]
+    size_out = len(weight_OD) // halves
     y_1O = x_1D.new_empty(1, size_out)
-    _one_row_kernel[(size_out // outs,)](
+    _one_row_kernel[(len(weight_OD) // cut.outs,)](
         y_1O,
         x_1D,
         weight_OD,
@@ -220,9 +262,9 @@ def _one_row_triton(
         NORM=norm_weight_D is not None,
         GATED=gated,
         RESIDUAL=residual_1O is not None,
-        OUTS=outs,
-        CHUNK=chunk,
-        num_warps=num_warps,
+        OUTS=cut.outs // halves,
+        CHUNK=cut.chunk,
+        num_warps=cut.num_warps,
         **overlap(x_1D.device),
     )
     return y_1O

@@ -28,7 +28,7 @@ from nanollm.kernels.prepare_decode import (
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
-from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
+from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
 from nanollm.kernels.threshold import _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
@@ -454,7 +454,8 @@ def check_skinny_matmul(
     added = randn(num_rows, size_out, device=device, dtype=dtype) if residual else None
     ys = [_skinny_matmul_triton(x, weight, norm_weight, 1e-6, added, gated=gated, **options)]
     if num_rows == 1:
-        ys.append(_one_row_triton(x, weight, norm_weight, 1e-6, added, gated=gated))
+        for cut in (None, OneRow(2, 512, 1), OneRow(16 << gated, 1024, 8)):
+            ys.append(_one_row_triton(x, weight, norm_weight, 1e-6, added, gated=gated, cut=cut))
     expected = skinny_matmul_reference(
         x.double(),
         weight.double(),
