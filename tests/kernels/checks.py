@@ -162,16 +162,25 @@ def check_prefill_attention(
     rows: list[tuple[int, int]], *, group: int, num_kv_heads: int, head_dim: int, block_size: int, device: str,
     dtype: torch.dtype, **options: Any,
 ) -> None:  # fmt: skip
-    """rows: (query length, context length) of each."""
+    """rows: (query length, context length) of each. Before them, as in steps with decodes, come tokens of no row."""
     torch.manual_seed(0)
-    contexts = [context for _, context in rows]
+    contexts, num_others = [context for _, context in rows], 130
     k_cache, v_cache, tables_BM = paged_cache(contexts, block_size, num_kv_heads, head_dim, device, dtype)
     v_cache = v_cache.nan_to_num(0.0)  # as qkv_to_cache keeps it, for whole tiles are read
-    starts_B1 = torch.tensor([0] + [query for query, _ in rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = [num_others] + [query for query, _ in rows]
+    starts_B1 = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q_TNH = randn(int(starts_B1[-1]), group * num_kv_heads, head_dim, device=device, dtype=dtype)
-    lens_B = torch.tensor(contexts, dtype=torch.int32, device=device)
+
+    def after(poison: int, numbers: Tensor) -> Tensor:
+        """These numbers in memory where something else precedes them."""
+        return torch.cat((numbers.new_tensor([poison]), numbers))[1:].to(device)
+
+    lens_B = torch.tensor(contexts, dtype=torch.int32)
     out_TNH = torch.full_like(q_TNH, float("nan"))
-    _prefill_attention_triton(out_TNH, q_TNH, k_cache, v_cache, tables_BM, starts_B1.to(device), lens_B, **options)
+    _prefill_attention_triton(
+        out_TNH, q_TNH, k_cache, v_cache, tables_BM, after(-1000, starts_B1), after(40, lens_B), **options
+    )
+    assert out_TNH[:num_others].isnan().all()
     for row, (query_len, context) in enumerate(rows):
         queries = slice(int(starts_B1[row]), int(starts_B1[row + 1]))
         if query_len:
