@@ -329,18 +329,22 @@ class Launch:
 def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Launch:
     """How to launch a bucket, as measured on an H200.
 
-    Enough programs to fill the GPU if all rows are long; few more, since even those that leave at once cost time. From
-    the bucket's rows alone, never from contexts, so that a row's result doesn't depend on its neighbours' lengths.
+    Enough programs to fill the GPU if all rows are long; few more, since even those that leave at once cost time. Where
+    few rows have the GPU, waits are most of a program's time, so its tiles are small. From the bucket's rows alone,
+    never from contexts, so that a row's result doesn't depend on its neighbours' lengths.
     """
     pairs = max(num_rows * num_kv_heads, 1)
-    if pairs <= gpu.num_sms:
-        wanted = min(gpu.num_sms // pairs, max(64 // pairs, 8), 32)
-        num_splits = power_of_2(wanted + 1) // 2
-        launch = Launch(num_splits, 128, 128, 3, 8) if num_splits > 1 else Launch(2, 2048, 128, 3, 8)
+    num_splits = min(power_of_2(gpu.num_sms // pairs + 1) // 2, 32)
+    if num_splits > 2:
+        launch = Launch(num_splits, 64, 64, 2, 4)
+    elif pairs <= gpu.num_sms:
+        launch = Launch(2, 128 if num_splits == 2 else 2048, 128, 3, 8)
     elif pairs <= 2 * gpu.num_sms:
         launch = Launch(2, 2048, 64, 4, 4)
+    elif pairs <= 4 * gpu.num_sms:
+        launch = Launch(1, 2048, 64, 4, 4, early=False)
     else:
-        launch = Launch(2 if pairs <= 4 * gpu.num_sms else 1, 2048, 64, 3, 4)
+        launch = Launch(1, 2048, 64, 3, 4)
     row_bytes = 2 * power_of_2(head_dim) * dtype.itemsize  # K and V of a token
     room = gpu.shared_bytes - (40 if dtype == torch.float32 else 16) * 1024
     while (launch.stages - 1) * launch.tile * row_bytes > room and launch.tile > 16:
