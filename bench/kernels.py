@@ -27,7 +27,7 @@ from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
-from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul
+from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton
 from nanollm.kernels.threshold import _guess_triton, _threshold_triton, guess_cuts, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
@@ -239,41 +239,52 @@ def elementwise_cases() -> Iterator[Case]:
         )  # fmt: skip
 
 
-# Linear layers of Qwen3-0.6B and Qwen3-8B: (outputs, inputs, norm, gated, residual)
+@dataclass(frozen=True)
+class Linear:
+    """A matmul by a weight [size_out, size_in], and what is folded into it; gated: the weight is gate's and up's."""
+
+    size_out: int
+    size_in: int
+    norm: bool = False
+    gated: bool = False
+    residual: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.size_out * self.size_in
+
+
+# Of Qwen3-0.6B and Qwen3-8B
 SKINNY = {
-    "0.6B qkv": (4096, 1024, True, False, False),
-    "0.6B o": (1024, 2048, False, False, True),
-    "0.6B gate_up": (3072, 1024, True, True, False),
-    "0.6B down": (1024, 3072, False, False, True),
-    "8B qkv": (6144, 4096, True, False, False),
-    "8B o": (4096, 4096, False, False, True),
-    "8B gate_up": (12288, 4096, True, True, False),
-    "8B down": (4096, 12288, False, False, True),
+    "0.6B qkv": Linear(4096, 1024, norm=True),
+    "0.6B o": Linear(1024, 2048, residual=True),
+    "0.6B gate_up": Linear(6144, 1024, norm=True, gated=True),
+    "0.6B down": Linear(1024, 3072, residual=True),
+    "8B qkv": Linear(6144, 4096, norm=True),
+    "8B o": Linear(4096, 4096, residual=True),
+    "8B gate_up": Linear(24576, 4096, norm=True, gated=True),
+    "8B down": Linear(4096, 12288, residual=True),
 }
 
 
 @dataclass
 class Skinny:
-    """Inputs of a linear layer of a few rows."""
+    """Inputs of a linear layer of one row."""
 
-    num_rows: int
-    name: str
+    layer: Linear
 
     def __post_init__(self) -> None:
-        size_out, size_in, norm, self.gated, residual = SKINNY[self.name]
-        self.num_bytes = size_out * (1 + self.gated) * size_in * 2
-        self.copies = copies_of(self.num_bytes)
-        self.weights = [randn(size_out * (1 + self.gated), size_in) for _ in range(self.copies)]
-        self.x = randn(self.num_rows, size_in)
-        self.norm_weight = randn(size_in) if norm else None
-        self.residual = randn(self.num_rows, size_out) if residual else None
+        layer = self.layer
+        self.copies = copies_of(layer.num_bytes)
+        self.weights = [randn(layer.size_out, layer.size_in) for _ in range(self.copies)]
+        self.x = randn(1, layer.size_in)
+        self.norm_weight = randn(layer.size_in) if layer.norm else None
+        self.residual = randn(1, layer.size_out) if layer.residual else None
 
-    def ours(self, **options: Any) -> Call:
-        tuned = _one_row_triton if self.num_rows == 1 else _skinny_matmul_triton
-        run = tuned if options else skinny_matmul
-        return lambda i: run(
-            self.x, self.weights[i], self.norm_weight, 1e-6, self.residual, gated=self.gated, **options
-        )
+    def ours(self, cut: OneRow | None = None) -> Call:
+        """As layers launch it, or cut so."""
+        added = (self.norm_weight, 1e-6, self.residual)
+        return lambda i: _one_row_triton(self.x, self.weights[i], *added, gated=self.layer.gated, cut=cut)
 
     def separate(self) -> Call:
         """cuBLAS, with our kernels before and after it."""
@@ -281,19 +292,18 @@ class Skinny:
         def call(i: int) -> Tensor:
             x = self.x if self.norm_weight is None else rms_norm(self.x, self.norm_weight, 1e-6)
             y = torch.nn.functional.linear(x, self.weights[i])
-            return silu_mul(y) if self.gated else y
+            return silu_mul(y) if self.layer.gated else y
 
         return call
 
-    def case(self, calls: dict[str, Call]) -> Case:
-        return Case(f"matmul {self.num_rows} x {self.name}", self.num_bytes, 0, self.copies, calls)
+    def case(self, name: str, calls: dict[str, Call]) -> Case:
+        return Case(f"matmul 1 x {name}", self.layer.num_bytes, 0, self.copies, calls)
 
 
 def skinny_cases() -> Iterator[Case]:
-    for name in SKINNY:
-        for num_rows in (1, 8, 16):
-            inputs = Skinny(num_rows, name)
-            yield inputs.case({"nanollm": inputs.ours(), "cublas": inputs.separate()})
+    for name, layer in SKINNY.items():
+        inputs = Skinny(layer)
+        yield inputs.case(name, {"nanollm": inputs.ours(), "cublas": inputs.separate()})
 
 
 # What rows ask for: columns of nanollm.sampling_params; the last has every fourth row do one of these.
@@ -412,27 +422,6 @@ def prefill_variants() -> Iterator[Case]:
             yield inputs.case(f"{name} block {block_size}", calls)
 
 
-def skinny_variants() -> Iterator[Case]:
-    for name in SKINNY:
-        for num_rows in (1, 2, 16):
-            inputs_ = Skinny(num_rows, name)
-            if num_rows == 1:
-                calls = {
-                    f"o{outs} c{chunk} w{warps}": inputs_.ours(outs=outs, chunk=chunk, num_warps=warps)
-                    for outs, chunk, warps in [
-                        (8, 1024, 4), (4, 1024, 4), (16, 512, 4), (8, 512, 2), (4, 1024, 2), (4, 2048, 8), (2, 1024, 2),
-                    ]
-                }  # fmt: skip
-            else:
-                calls = {
-                    f"o{outs} c{chunk} w{warps} p{stages}": inputs_.ours(
-                        outs=outs, chunk=chunk, num_warps=warps, stages=stages
-                    )
-                    for outs, chunk, warps, stages in [(16, 512, 2, 3), (16, 512, 4, 2), (32, 256, 4, 3)]
-                }
-            yield inputs_.case(calls | {"default": inputs_.ours(), "cublas": inputs_.separate()})
-
-
 def sampling_variants() -> Iterator[Case]:
     inputs = Sampling(256, "temperature")
     launches = [(16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8)]
@@ -459,7 +448,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 VARIANTS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode": decode_variants,
     "prefill": prefill_variants,
-    "skinny": skinny_variants,
     "sampling": sampling_variants,
 }
 

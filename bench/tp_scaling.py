@@ -2,6 +2,7 @@
 
     python bench/tp_scaling.py --model qwen3-8b --tp 1 2 --json scaling.json --png scaling.png
     python bench/tp_scaling.py --model qwen3-8b --predict --all-reduce all_reduce.json
+    python bench/tp_scaling.py --model qwen3-8b --runs tp1.json tp2.json --predict --png scaling.png
 
 Speed-up is over the first degree. Communication is the time of its kernels in a step, waiting included, over the
 step's. --predict runs one GPU only, and says what 2, 4 and 8 would give: the floor shrinks with their number, what one
@@ -25,6 +26,7 @@ from workload import Workload
 
 from nanollm import LLM, __version__
 from nanollm.config import NAMED_SHAPES, ModelConfig
+from nanollm.models.source import resolve_model
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
 
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=257)
     parser.add_argument("--long-prompt-len", type=int, default=8192)
-    parser.add_argument("--num-prompts", type=int, default=256, help="of workload W")
+    parser.add_argument("--num-prompts", type=int, default=256, help="of workload W; 0: without it")
     parser.add_argument("--max-len", type=int, default=1024, help="longest prompt and output of workload W")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nccl", action="store_true", help="without our own all-reduce")
@@ -48,32 +50,48 @@ def main() -> None:
     parser.add_argument(
         "--all-reduce", type=Path, metavar="FILE", help="what bench/all_reduce.py wrote, to predict with"
     )
+    parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FILE", help="what --json wrote earlier")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the speed-up")
     args = parser.parse_args()
-    device = resolve_device("auto")
+    config, device = resolve_model(args.model, load_format=load_format(args)).config, resolve_device("auto")
+    dtype = resolve_dtype("auto", config, device)
+    earlier = [json.loads(path.read_text()) for path in args.runs]
+    if any(found["model"] != args.model for found in earlier):
+        parser.error(f"--runs are of another model than {args.model}")
     degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1)]
-    if args.predict:
-        degrees = [1]
-    runs, config, dtype = [], None, None
+    if earlier or args.predict:
+        degrees = args.tp or ([] if earlier else [1])
+    # Floors of one table are of one device, and here there may be none.
+    rates = Rates(**earlier[0]["rates"]) if earlier else device_rates(device, dtype)
+    cost = ModelCost.of(config, earlier[0]["value_bytes"] if earlier else dtype.itemsize)
+    runs = [run for found in earlier for run in found["runs"] if "predicted" not in run]
     for tp in degrees:
         with start(tp, args) as llm:
-            config, dtype = llm.model_config, resolve_dtype(llm.config.dtype, llm.model_config, device)
             runs.append(measure_degree(llm, tp, args))
-    assert config is not None and dtype is not None
-    cost, rates = ModelCost.of(config, dtype.itemsize), device_rates(device, dtype)
-    for run in runs:
-        with_floors(run, cost, rates, args)
+        with_floors(runs[-1], cost, rates, args)
+    runs.sort(key=lambda run: run["tp"])
     if args.predict:
         all_reduce = estimated if args.all_reduce is None else measured(json.loads(args.all_reduce.read_text()))
         runs += [predicted(runs[0], tp, config, cost, rates, all_reduce, args) for tp in (2, 4, 8)]
     report(runs, args)
+    if args.json:
+        settings = {"model": args.model, "nccl": args.nccl, "prompt_len": args.prompt_len}
+        settings |= {"rates": vars(rates), "value_bytes": cost.value_bytes}
+        versions = {"nanollm": __version__, "torch": torch.__version__}
+        args.json.write_text(json.dumps(settings | {"versions": versions, "runs": runs}, indent=2) + "\n")
+    if args.png:
+        draw(args.png, runs, Path(args.model).name)
+
+
+def load_format(args: argparse.Namespace) -> str:
+    return "dummy" if args.model.lower() in NAMED_SHAPES else "auto"
 
 
 def start(tp: int, args: argparse.Namespace) -> LLM:
     return LLM(
         args.model,
-        load_format="dummy" if args.model.lower() in NAMED_SHAPES else "auto",
+        load_format=load_format(args),
         tensor_parallel_size=tp,
         max_model_len=max(args.prompt_len + args.output_len, args.long_prompt_len + 1, 2 * args.max_len),
         max_num_seqs=max(*args.batch, args.num_prompts),
@@ -91,14 +109,11 @@ def measure_degree(llm: LLM, tp: int, args: argparse.Namespace) -> dict[str, Any
         if torch.cuda.is_available():
             row["communication"] = communication_seconds(llm, batch, args) * 1e3 / row["tpot_ms"]
         rows.append(row)
-    outputs, seconds = run_twice(llm, args.num_prompts, args.max_len, show=False)
-    return {
-        "tp": tp,
-        "rows": rows,
-        "long_prompt_ms": long_prompt_seconds(llm, args) * 1e3,
-        "workload_seconds": seconds,
-        "workload_tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
-    }
+    run = {"tp": tp, "rows": rows, "long_prompt_ms": long_prompt_seconds(llm, args) * 1e3}
+    if args.num_prompts:
+        outputs, run["workload_seconds"] = run_twice(llm, args.num_prompts, args.max_len, show=False)
+        run["workload_tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return run
 
 
 def prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
@@ -136,8 +151,9 @@ def workload(args: argparse.Namespace) -> Workload:
 def with_floors(run: dict[str, Any], cost: ModelCost, rates: Rates, args: argparse.Namespace) -> None:
     tp, w = run["tp"], workload(args)
     add_floors(run["rows"], cost, rates, argparse.Namespace(**vars(args) | {"tp": tp}))
-    steps = workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp)
-    run["workload_floor_seconds"] = sum(seconds for seconds, _ in steps)
+    if "workload_tokens" in run:
+        steps = workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp)
+        run["workload_floor_seconds"] = sum(seconds for seconds, _ in steps)
     run["long_prompt_floor_ms"] = cost.prompt_seconds([args.long_prompt_len], rates, tp) * 1e3
 
 
@@ -177,7 +193,10 @@ def predicted(
         nbytes = tokens * config.hidden_size * cost.value_bytes
         return (2 * config.num_layers + 1) * all_reduce(nbytes, tp) + all_reduce(8 * tokens, tp)
 
-    w, run = workload(args), {"tp": tp, "predicted": True, "workload_tokens": one["workload_tokens"]}
+    w = workload(args)
+    run: dict[str, Any] = {"tp": tp, "predicted": True}
+    if "workload_tokens" in one:
+        run["workload_tokens"] = one["workload_tokens"]
     run["rows"] = [{"batch": row["batch"], "ttft_ms": 1.0, "tpot_ms": 1.0} for row in one["rows"]]
     with_floors(run, cost, rates, args)
     run["rows"] = [{k: v for k, v in row.items() if not k.startswith("ttft")} for row in run["rows"]]
@@ -185,10 +204,11 @@ def predicted(
         comm = communication(int(row["batch"])) * 1e3
         row["tpot_ms"] = row["tpot_floor_ms"] + single["tpot_ms"] - single["tpot_floor_ms"] + comm
         row |= {"communication": comm / row["tpot_ms"], "tpot_achieved": row["tpot_floor_ms"] / row["tpot_ms"]}
-    steps = list(workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp))[1:]
-    comm = communication(sum(w.prompt_lens)) + sum(communication(num_rows) for _, num_rows in steps)
-    above = one["workload_seconds"] - one["workload_floor_seconds"]
-    run["workload_seconds"] = run["workload_floor_seconds"] + above + comm
+    if "workload_tokens" in one:
+        steps = list(workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp))[1:]
+        comm = communication(sum(w.prompt_lens)) + sum(communication(num_rows) for _, num_rows in steps)
+        above = one["workload_seconds"] - one["workload_floor_seconds"]
+        run["workload_seconds"] = run["workload_floor_seconds"] + above + comm
     above = one["long_prompt_ms"] - one["long_prompt_floor_ms"]
     run["long_prompt_ms"] = run["long_prompt_floor_ms"] + above + communication(args.long_prompt_len) * 1e3
     return run
@@ -210,17 +230,10 @@ def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
             f"{run['long_prompt_floor_ms'] / run['long_prompt_ms']:9.1%} "
             f"{first['long_prompt_ms'] / run['long_prompt_ms']:9.2f}"
         )
-        rate, base_rate = (r["workload_tokens"] / r["workload_seconds"] for r in (run, first))
-        print(
-            f"{label:16} workload W {rate:13,.0f} tok/s {run['workload_floor_seconds'] / run['workload_seconds']:8.1%} "
-            f"{rate / base_rate:9.2f}"
-        )
-    if args.json:
-        settings = {"model": args.model, "nccl": args.nccl, "prompt_len": args.prompt_len}
-        versions = {"nanollm": __version__, "torch": torch.__version__}
-        args.json.write_text(json.dumps(settings | {"versions": versions, "runs": runs}, indent=2) + "\n")
-    if args.png:
-        draw(args.png, runs, Path(args.model).name)
+        if "workload_tokens" in run:
+            rate, floor = run["workload_tokens"] / run["workload_seconds"], run["workload_floor_seconds"]
+            gain = first.get("workload_seconds", float("nan")) / run["workload_seconds"]
+            print(f"{label:16} workload W {rate:13,.0f} tok/s {floor / run['workload_seconds']:8.1%} {gain:9.2f}")
 
 
 def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
@@ -230,13 +243,24 @@ def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    degrees = [run["tp"] for run in runs]
+    first, degrees = runs[0], sorted({run["tp"] for run in runs})
+    labels = [*(f"TPOT, batch {row['batch']}" for row in first["rows"]), "workload W"]
+    none = float("nan")
+
+    def gains(run: dict[str, Any]) -> list[float]:
+        of_batches = [base["tpot_ms"] / row["tpot_ms"] for base, row in zip(first["rows"], run["rows"], strict=True)]
+        return [*of_batches, first.get("workload_seconds", none) / run.get("workload_seconds", none)]
+
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    axes.plot(degrees, [tp / degrees[0] for tp in degrees], "k--", linewidth=0.8, label="as many times as GPUs")
-    for i, row in enumerate(runs[0]["rows"]):
-        gains = [row["tpot_ms"] / run["rows"][i]["tpot_ms"] for run in runs]
-        axes.plot(degrees, gains, "o-", label=f"TPOT, batch {row['batch']}")
-    axes.plot(degrees, [runs[0]["workload_seconds"] / r["workload_seconds"] for r in runs], "s-", label="workload W")
+    axes.plot(degrees, [tp / first["tp"] for tp in degrees], "k--", linewidth=0.8, label="as many times as GPUs")
+    found = [run for run in runs if "predicted" not in run]
+    for style, some in (("o-", found), ("x:", [first, *(run for run in runs if "predicted" in run)])):
+        for i, label in enumerate(labels):
+            speed_ups = [gains(run)[i] for run in some]
+            label = label if style == "o-" else "_"  # once in the legend
+            axes.plot([run["tp"] for run in some], speed_ups, style, color=f"C{i}", label=label)
+    if len(found) < len(runs):
+        title += "; dotted: predicted from one GPU"
     axes.set(xlabel="tensor-parallel degree", ylabel="speed-up", title=title, xticks=degrees)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -1,71 +1,125 @@
-"""Measures how to cut the matmuls of models, and keeps what beats the library as a table for this GPU.
+"""Measures how to cut the matmuls of models, and keeps what is best as a table for this GPU.
 
-    python bench/tune.py --model qwen3-0.6b qwen3-8b --tp 1 2
+    python bench/tune.py --model qwen3-0.6b qwen3-8b --tp 1 2 [--rows 1]
 
-Each candidate of nanollm.kernels.split_matmul runs with a norm that follows it and adds the parts up, as one GPU's
-row-parallel layers have it, in a CUDA graph over weights that take turns and exceed the L2 cache. The table is
-nanollm/kernels/tuned/<GPU>.json, which engines read; shapes that were not measured this time keep what they had.
+Candidates run in a CUDA graph over weights that take turns and exceed the L2 cache. One row: all layers, with the norm,
+gate and residual that are folded in, against the rule for shapes that nobody measured. More rows: the layers whose
+reader adds parts up, with the norm that follows and does so, against the library. The table is
+nanollm/kernels/tuned/<GPU>.json, which engines read; what was not measured this time stays as it was.
 """
 
 import argparse
-import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from floor import device_rates
-from kernels import copies_of, randn, time_call
+from kernels import Linear, Skinny, copies_of, randn, time_call
 from tqdm import tqdm
 
 from nanollm.config import NAMED_SHAPES
 from nanollm.distributed.partition import HeadPartition, mlp_split
-from nanollm.kernels import split_matmul as kernel
-from nanollm.kernels.backend import gpu
+from nanollm.kernels.backend import gpu, table_path
+from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanollm.kernels.skinny_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, split_matmul
 
-MARGIN = 0.99  # of the library's time: what gains less isn't worth a kernel of its own
+MARGIN = 0.99  # of the time without a table: what gains less is noise, or not worth a kernel of its own
+# Each thread of these has 32 or 64 values of a chunk; of a gated weight, with twice the outs, twice as many.
+ONE_ROW_CUTS = [
+    (1, 1024, 1), (1, 2048, 2), (1, 4096, 4),
+    (2, 512, 1), (2, 1024, 2), (2, 2048, 4),
+    (4, 512, 2), (4, 1024, 4), (4, 2048, 8), (4, 1024, 2), (4, 2048, 4),
+    (8, 512, 2), (8, 1024, 4),
+    (16, 1024, 8),
+]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(NAMED_SHAPES), choices=NAMED_SHAPES, metavar="NAME")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="degrees (default: 1 2)")
+    buckets = [1, *ROW_BUCKETS]
+    parser.add_argument("--rows", type=int, nargs="+", default=buckets, choices=buckets, help="default: all")
     parser.add_argument("--out", type=Path, help="folder of the table (default: the package's)")
     args = parser.parse_args()
-    folder = args.out or Path(kernel.__file__).with_name("tuned")
-    path = folder / f"{torch.cuda.get_device_name().replace(' ', '_')}.json"
+    device = torch.device("cuda", torch.cuda.current_device())
+    path = table_path(gpu(device).name)
+    path = (args.out or path.parent) / path.name
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    shapes = sorted({shape for name in args.model for tp in args.tp for shape in split_shapes(name, tp)})
-    bandwidth = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_second
-    num_measured = num_won = 0
-    for (size_out, size_in), num_rows in tqdm(list(itertools.product(shapes, ROW_BUCKETS)), dynamic_ncols=True):
-        library, times = measure(size_out, size_in, num_rows)
+    layers = different(layer for name, tp in product(args.model, args.tp) for layer in linears(name, tp))
+    if 1 in args.rows:
+        compile_one_row(layers, device)
+    bandwidth = device_rates(device, torch.bfloat16).bytes_per_second
+    jobs = [(layer, num_rows) for layer in layers for num_rows in args.rows if num_rows == 1 or not layer.gated]
+    num_won = 0
+    for layer, num_rows in tqdm(jobs, dynamic_ncols=True):
+        times = measure_one_row(layer, device) if num_rows == 1 else measure(layer, num_rows)
+        untuned = next(iter(times))
         best = min(times, key=times.__getitem__)
-        floor = 2 * size_out * size_in / bandwidth * 1e6
+        shape = f"{layer.size_out}x{layer.size_in}"
         tqdm.write(
-            f"{size_out}x{size_in}, {num_rows} rows: floor {floor:.1f}, library {library:.1f}, "
-            f"{times[best]:.1f} us by {best}"
+            f"{shape}, {num_rows} rows: floor {layer.num_bytes / bandwidth * 1e6:.1f}, {times[untuned]:.1f} by "
+            f"{untuned or 'the library'}, best {times[best]:.1f} us by {best or 'the library'}"
         )
-        won = times[best] < MARGIN * library
-        table.setdefault(f"{size_out}x{size_in}", {})[str(num_rows)] = list(vars(best).values()) if won else None
-        num_measured, num_won = num_measured + 1, num_won + won
-    folder.mkdir(parents=True, exist_ok=True)
+        won = times[best] < MARGIN * times[untuned]
+        kept = best if won else untuned
+        table.setdefault(shape, {})[str(num_rows)] = None if kept is None else list(vars(kept).values())
+        num_won += won
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for shape, found in table.items():
+        table[shape] = dict(sorted(found.items(), key=lambda item: int(item[0])))
     lines = (f"{json.dumps(shape)}: {json.dumps(found)}" for shape, found in sorted(table.items()))
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{num_measured} measured, {num_won} better than the library, wrote {path}")
+    print(f"{len(jobs)} measured, {num_won} better than the rule or the library, wrote {path}")
 
 
-def split_shapes(name: str, tp: int) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of rank 0's matmuls whose reader adds up: QKV, the attention's output, and down."""
-    config = NAMED_SHAPES[name]
+def linears(name: str, tp: int) -> Iterator[Linear]:
+    """Rank 0's matmuls of a layer, in order. With more ranks, norm and residual come with the all-reduce."""
+    config, alone = NAMED_SHAPES[name], tp == 1
     size, head_dim = config["hidden_size"], config["head_dim"]
     heads = HeadPartition(config["num_attention_heads"], config["num_key_value_heads"], tp, 0)
-    yield (len(heads.heads) + 2 * len(heads.kv_heads)) * head_dim, size
-    yield size, len(heads.heads) * head_dim
-    yield size, len(mlp_split(config["intermediate_size"], tp)[0])
+    inner = len(mlp_split(config["intermediate_size"], tp)[0])
+    yield Linear((len(heads.heads) + 2 * len(heads.kv_heads)) * head_dim, size, norm=alone)
+    yield Linear(size, len(heads.heads) * head_dim, residual=alone)
+    yield Linear(2 * inner, size, norm=alone, gated=True)
+    yield Linear(size, inner, residual=alone)
+
+
+def different(layers: Iterable[Linear]) -> list[Linear]:
+    """One for each shape, which is all that the table knows: what is not gated, if there is such a layer."""
+    by_shape = {(layer.size_out, layer.size_in): layer for layer in sorted(layers, key=lambda layer: not layer.gated)}
+    return [by_shape[shape] for shape in sorted(by_shape)]
+
+
+def one_row_cuts(layer: Linear, num_sms: int) -> list[OneRow]:
+    """The rule's, then what may be better: a program for each multiprocessor, and no chunk mostly past the end."""
+    rule = default_one_row_cut(layer.size_out, layer.size_in, layer.gated, num_sms)
+    cuts = (OneRow(outs * (1 + layer.gated), chunk, num_warps) for outs, chunk, num_warps in ONE_ROW_CUTS)
+    return [rule] + [
+        cut
+        for cut in cuts
+        if cut != rule and cut.suit(layer.size_out, gated=layer.gated)
+        if layer.size_out // cut.outs >= num_sms and cut.chunk < 2 * layer.size_in
+    ]
+
+
+def compile_one_row(layers: list[Linear], device: torch.device) -> None:
+    with compiling_in_parallel(device, 1), launching_nothing():
+        for layer in layers:
+            inputs = Skinny(layer)
+            for cut in one_row_cuts(layer, gpu(device).num_sms):
+                inputs.ours(cut)(0)
+
+
+def measure_one_row(layer: Linear, device: torch.device) -> dict[OneRow, float]:
+    """Microseconds of each cut, the rule's first."""
+    inputs = Skinny(layer)
+    return {cut: time_call(inputs.ours(cut), inputs.copies) for cut in one_row_cuts(layer, gpu(device).num_sms)}
 
 
 def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
@@ -75,7 +129,7 @@ def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
         rows, cuts = [max(num_rows, 16)], [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 8)]
     else:
         rows, cuts = [64, 128], [(64, 128, 4, 4), (128, 64, 4, 8), (64, 64, 5, 4)]
-    for most, cut, splits in itertools.product(rows, cuts, (1, 2, 4, 8)):
+    for most, cut, splits in product(rows, cuts, (1, 2, 4, 8)):
         tiles = Tiles(most, *cut, splits)
         programs = -(-num_rows // most) * (size_out // tiles.outs) * splits
         if splits > 1 and programs > 4 * found.num_sms:
@@ -84,9 +138,9 @@ def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
             yield tiles
 
 
-def measure(size_out: int, size_in: int, num_rows: int) -> tuple[float, dict[Tiles, float]]:
-    """Microseconds of the library's matmul with the norm that follows, and of each candidate's."""
-    copies = copies_of(size_out * size_in * 2)
+def measure(layer: Linear, num_rows: int) -> dict[Tiles | None, float]:
+    """Microseconds of the library's matmul (None) with the norm that follows, and of each candidate's."""
+    size_out, size_in, copies = layer.size_out, layer.size_in, copies_of(layer.num_bytes)
     weights, xs = [randn(size_out, size_in) for _ in range(copies)], [randn(num_rows, size_in) for _ in range(copies)]
     residual, norm = randn(num_rows, size_out), randn(size_out)
 
@@ -96,7 +150,10 @@ def measure(size_out: int, size_in: int, num_rows: int) -> tuple[float, dict[Til
     def time_ours(tiles: Tiles) -> float:
         return time_call(lambda i: add_rms_norm(split_matmul(xs[i], weights[i], tiles), residual, norm, 1e-6), copies)
 
-    return time_call(library, copies), {tiles: time_ours(tiles) for tiles in candidates(size_out, size_in, num_rows)}
+    return {
+        tiles: time_call(library, copies) if tiles is None else time_ours(tiles)
+        for tiles in (None, *candidates(size_out, size_in, num_rows))
+    }
 
 
 if __name__ == "__main__":

@@ -30,6 +30,18 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
 }
 
+# Settings of requests: filters, penalties, biases and bans; greedy, seeded, and rows with none beside them.
+VARIED: list[dict[str, Any]] = [
+    {"top_k": 20, "top_p": 0.95, "min_p": 0.01},
+    {"top_p": 0.9},
+    {},
+    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"presence_penalty": 1.0, "logit_bias": {5: 3.0, 77: -100.0}, "top_p": 0.8},
+    {"min_tokens": 9, "stop_token_ids": [3, 4], "top_k": 1000},
+    {"allowed_token_ids": list(range(40, 200)), "min_p": 0.1},
+    {"temperature": 0},
+]
+
 
 class TinyModel:
     """A random model in a directory, and the same weights in transformers."""

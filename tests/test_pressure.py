@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanollm import LLM, SamplingParams
-from tests.conftest import random_prompt
+from tests.conftest import VARIED, random_prompt
+from tests.soak import Soak, soak_seconds
 
 NUM_NEW = 9
 _expected: dict[tuple[int, ...], list[int]] = {}
@@ -117,3 +118,22 @@ def test_reset_prefix_cache_makes_prompts_be_computed_anew(tiny: Any) -> None:
         outputs.append(last)
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 0, 32]
     assert {tuple(output.outputs[0].token_ids) for output in outputs} == {tuple(tiny("qwen3").greedy(prompt, NUM_NEW))}
+
+
+@pytest.mark.timeout(soak_seconds(15) + 120)
+def test_bursts_and_aborts_leave_nothing_behind(tiny: Any) -> None:
+    model = tiny("qwen3", max_position_embeddings=2048)
+    settings = {
+        "block_size": 4,
+        "num_kv_blocks": 384,
+        "max_num_batched_tokens": 256,
+        "long_prefill_token_threshold": 64,
+        "max_num_seqs": 32,
+        "overlap": True,
+        "device": "cpu",
+    }
+    with model.llm(**settings) as llm:
+        soak = Soak(llm, probes_in_crowd=True)
+        assert soak.expected[VARIED.index({"temperature": 0})] == [model.greedy(soak.probe_prompt, 24)]
+        soak.run(soak_seconds(15))
+    soak.check()

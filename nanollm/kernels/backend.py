@@ -1,7 +1,9 @@
 """Triton where it is installed, and what a launch must know about the GPU. Kernel files import both from here."""
 
 import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +38,12 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "gpu",
+    "measured_cuts",
     "overlap",
     "power_of_2",
     "prefetch",
     "runs_triton",
+    "table_path",
     "tl",
     "triton",
 ]
@@ -52,8 +56,10 @@ def runs_triton(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """capability: (9, 0) for an H200. shared_bytes: shared memory of one program. num_sms: its multiprocessors."""
+    """name: "NVIDIA H200". capability: (9, 0) for that one. shared_bytes: shared memory of one program. num_sms: its
+    multiprocessors."""
 
+    name: str
     capability: tuple[int, int]
     shared_bytes: int
     num_sms: int
@@ -63,10 +69,29 @@ class Gpu:
 def gpu(device: torch.device) -> Gpu:
     """What launches depend on. Triton's interpreter runs without a GPU and is told of a small one."""
     if device.type != "cuda":
-        return Gpu((8, 0), 99 * 1024, 8)
+        return Gpu("", (8, 0), 99 * 1024, 8)
     found = torch.cuda.get_device_properties(device)
     shared = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Gpu((found.major, found.minor), shared, found.multi_processor_count)
+    return Gpu(found.name, (found.major, found.minor), shared, found.multi_processor_count)
+
+
+def table_path(gpu_name: str) -> Path:
+    """Where bench/tune.py keeps what it measured on such a GPU."""
+    return Path(__file__).parent / "tuned" / f"{gpu_name.replace(' ', '_')}.json"
+
+
+@functools.cache
+def _table(gpu_name: str) -> dict[str, dict[str, list[int] | None]]:
+    path = table_path(gpu_name)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def measured_cuts(size_out: int, size_in: int, device: torch.device) -> dict[str, list[int] | None]:
+    """By number of rows, how best to cut a matmul by a weight [O, I] on this GPU, None for the library's.
+
+    Only what bench/tune.py measured: rows may be absent, and all are for shapes or GPUs that it never saw.
+    """
+    return _table(gpu(device).name).get(f"{size_out}x{size_in}", {})
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
@@ -74,8 +99,9 @@ def overlap(device: torch.device) -> dict[str, bool]:
 
     Such a kernel starts while the one before it still runs, and calls gdc_wait before it reads what that one writes.
     Every kernel that takes PDL waits, in every program, so that "the one before" includes all before that one. Before
-    the wait only weights are read (whoever changes them in place must synchronize before the next step), and, where
-    the kernel before lets this one start after its own wait, as sampling's do, what is older than that kernel.
+    the wait only weights are read, what was complete before the step's embedding (which lets others start after its
+    own wait): the lengths and tables of its rows, and where the kernel before does so too, as sampling's do, what is
+    older than that one. Whoever changes weights must synchronize before the next step.
     """
     if gpu(device).capability < (9, 0) or gdc_wait is None:
         return {"PDL": False}

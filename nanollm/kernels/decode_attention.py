@@ -60,26 +60,6 @@ def decode_attention_reference(
 
 
 @triton.jit
-def _load_split(
-    lse_SG,
-    partial_SGH,
-    split,
-    num_splits,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-):
-    """A split's log-sum-exp and output, of weight 0 if there is no such split. From L2: others wrote them."""
-    head_G, dim_H = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
-    inside_G = (head_G < GROUP) & (split < num_splits)
-    inside_GH = inside_G[:, None] & (dim_H < HEAD_DIM)[None, :]
-    offset_GH = (split * GROUP + head_G)[:, None] * HEAD_DIM + dim_H[None, :]
-    lse_G = tl.load(lse_SG + split * GROUP + head_G, mask=inside_G, other=float("-inf"), cache_modifier=".cg")
-    return lse_G, tl.load(partial_SGH + offset_GH, mask=inside_GH, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def _combine(
     out_GH,
     partial_SGH,
@@ -89,30 +69,52 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
 ):
     """The whole softmax from that of each split: weights in proportion to exp of the split's log-sum-exp."""
     head_G, dim_H = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
-    inside_G = head_G < GROUP
-    inside_GH = inside_G[:, None] & (dim_H < HEAD_DIM)[None, :]
-    offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
+    inside_G, inside_H = head_G < GROUP, dim_H < HEAD_DIM
     top_G = tl.full([GROUP_TILE], -1e30, tl.float32)  # below any; finite, for heads that aren't there
     total_G = tl.zeros([GROUP_TILE], tl.float32)
     acc_GH = tl.zeros([GROUP_TILE, HEAD_TILE], tl.float32)
-    for first in range(0, num_splits, 4):  # four at a time, so that their loads are under way together
-        lse_0, part_0 = _load_split(lse_SG, partial_SGH, first, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
-        lse_1, part_1 = _load_split(lse_SG, partial_SGH, first + 1, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
-        lse_2, part_2 = _load_split(lse_SG, partial_SGH, first + 2, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
-        lse_3, part_3 = _load_split(lse_SG, partial_SGH, first + 3, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
-        new_top_G = tl.maximum(top_G, tl.maximum(tl.maximum(lse_0, lse_1), tl.maximum(lse_2, lse_3)))
-        shrink_G = tl.exp2(top_G - new_top_G)
-        share_0, share_1 = tl.exp2(lse_0 - new_top_G), tl.exp2(lse_1 - new_top_G)
-        share_2, share_3 = tl.exp2(lse_2 - new_top_G), tl.exp2(lse_3 - new_top_G)
-        total_G = total_G * shrink_G + (share_0 + share_1) + (share_2 + share_3)
-        acc_GH = acc_GH * shrink_G[:, None] + share_0[:, None] * part_0 + share_1[:, None] * part_1
-        acc_GH += share_2[:, None] * part_2 + share_3[:, None] * part_3
+    for first in range(0, num_splits, SPLIT_TILE):  # most often once: their loads are under way together
+        split_S = first + tl.arange(0, SPLIT_TILE)
+        at_SG = split_S[:, None] * GROUP + head_G[None, :]
+        inside_SG = (split_S < num_splits)[:, None] & inside_G[None, :]
+        at_SGH = at_SG[:, :, None] * HEAD_DIM + dim_H[None, None, :]
+        inside_SGH = inside_SG[:, :, None] & inside_H[None, None, :]
+        # From L2: others wrote them.
+        part_SGH = tl.load(partial_SGH + at_SGH, mask=inside_SGH, other=0.0, cache_modifier=".cg")
+        part_lse_SG = tl.load(lse_SG + at_SG, mask=inside_SG, other=float("-inf"), cache_modifier=".cg")
+        new_top_G = tl.maximum(top_G, tl.max(part_lse_SG, 0))
+        shrink_G, share_SG = tl.exp2(top_G - new_top_G), tl.exp2(part_lse_SG - new_top_G[None, :])
+        total_G = total_G * shrink_G + tl.sum(share_SG, 0)
+        acc_GH = acc_GH * shrink_G[:, None] + tl.sum(share_SG[:, :, None] * part_SGH, 0)
         top_G = new_top_G
     acc_GH /= tl.where(inside_G, total_G, 1.0)[:, None]
-    tl.store(out_GH + offset_GH, acc_GH.to(out_GH.dtype.element_ty), mask=inside_GH)
+    offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
+    tl.store(out_GH + offset_GH, acc_GH.to(out_GH.dtype.element_ty), mask=inside_G[:, None] & inside_H[None, :])
+
+
+@triton.jit
+def _partner(HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr):
+    """For each dimension the one that rope pairs it with."""
+    dim_H = tl.arange(0, HEAD_TILE)
+    return tl.where(dim_H < HEAD_DIM // 2, dim_H + HEAD_DIM // 2, dim_H - HEAD_DIM // 2)
+
+
+@triton.jit
+def _rotation(rope_PH, norm_H, position, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, QK_NORM: tl.constexpr):
+    """What a head's dimensions and their partners are multiplied by: cosine, signed sine, each by the norm's weight."""
+    dim_H, partner_H = tl.arange(0, HEAD_TILE), _partner(HEAD_DIM, HEAD_TILE)
+    angle_H = rope_PH + position * HEAD_DIM + tl.minimum(dim_H, partner_H)
+    cos_H = tl.load(angle_H, mask=dim_H < HEAD_DIM, other=0.0)
+    sin_H = tl.load(angle_H + HEAD_DIM // 2, mask=dim_H < HEAD_DIM, other=0.0)
+    sin_H = tl.where(dim_H < HEAD_DIM // 2, -sin_H, sin_H)
+    if QK_NORM:
+        cos_H *= tl.load(norm_H + dim_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)
+        sin_H *= tl.load(norm_H + partner_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)
+    return cos_H, sin_H
 
 
 @triton.jit
@@ -121,8 +123,8 @@ def _rotated_heads(
     start,
     inside,
     part_stride,
-    norm_H,
-    angles_H,
+    cos_H,
+    sin_H,
     eps,
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -130,19 +132,42 @@ def _rotated_heads(
     QK_NORM: tl.constexpr,
 ):
     """Heads of q or k from the projection, normed and rotated as in qkv_to_cache: [heads, H]. start: where each is."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim_H = tl.arange(0, HEAD_TILE)
-    is_first_H = dim_H < HALF
-    other_H = tl.where(is_first_H, dim_H + HALF, dim_H - HALF)  # that rope pairs it with
+    dim_H, partner_H = tl.arange(0, HEAD_TILE), _partner(HEAD_DIM, HEAD_TILE)
     x = load_parts(qkv_ZBX, start + dim_H[None, :], inside, part_stride, PARTS)
-    other = load_parts(qkv_ZBX, start + other_H[None, :], inside, part_stride, PARTS)
+    other = load_parts(qkv_ZBX, start + partner_H[None, :], inside, part_stride, PARTS)
+    rotated = x * cos_H[None, :] + other * sin_H[None, :]
     if QK_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        x *= scale * tl.load(norm_H + dim_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-        other *= scale * tl.load(norm_H + other_H, mask=dim_H < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    cos_H = tl.load(angles_H + tl.minimum(dim_H, other_H), mask=dim_H < HEAD_DIM, other=0.0)
-    sin_H = tl.load(angles_H + HALF + tl.minimum(dim_H, other_H), mask=dim_H < HEAD_DIM, other=0.0)
-    return x * cos_H[None, :] + other * tl.where(is_first_H, -sin_H, sin_H)[None, :]
+        rotated *= tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+    return rotated
+
+
+@triton.jit
+def _load_tile(
+    k_cache, v_cache, block_C, first, context, kv_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """K and V of tokens first … first + TILE, in these blocks, and which of them there are."""
+    token_C, dim_H = first + tl.arange(0, TILE), tl.arange(0, HEAD_TILE)
+    slot_C = block_C.to(tl.int64) * BLOCK_SIZE + token_C % BLOCK_SIZE
+    offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
+    inside_C = token_C < context
+    inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
+    k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
+    v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
+    return k_CH, v_CH, inside_C
+
+
+@triton.jit
+def _attend(q_GH, k_CH, v_CH, inside_C, top_G, total_GC, acc_GH, scale_log2):
+    """One more tile of tokens in a softmax that is under way."""
+    score_GC = tl.dot(q_GH, tl.trans(k_CH), input_precision="tf32x3")
+    score_GC = tl.where(inside_C[None, :], score_GC, float("-inf"))
+    new_top_G = tl.maximum(top_G, tl.max(score_GC, 1) * scale_log2)
+    weight_GC = tl.exp2(score_GC * scale_log2 - new_top_G[:, None])
+    shrink_G = tl.exp2(top_G - new_top_G)
+    acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH * shrink_G[:, None], input_precision="tf32x3")
+    return new_top_G, total_GC * shrink_G[:, None] + weight_GC, acc_GH
 
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables_BM", "context_lens_B", "positions_B", "slots_B"])
@@ -179,8 +204,10 @@ def _decode_attention_kernel(
     GROUP_PAD: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -193,33 +220,48 @@ def _decode_attention_kernel(
     offset_GH = head_G[:, None] * HEAD_DIM + dim_H[None, :]
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    # These loads don't wait for one another: the first tile is the same whatever the context.
-    context = tl.load(context_lens_B + row)
+        if not FROM_QKV:
+            gdc_wait()
+    # These loads don't wait for one another: the first tile is the same whatever the context. FROM_QKV, they don't wait
+    # for the projection either: lengths and tables are complete before any attention starts (see overlap()), and the
+    # tokens of earlier steps are in the cache.
+    context = tl.load(context_lens_B + row, cache_modifier=".cg")
     table = block_tables_BM + row * table_stride
     block_C = _blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
-    if not FROM_QKV:
+    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
+    if FROM_QKV:
+        position = tl.load(positions_B + row, cache_modifier=".cg").to(tl.int64)
+        slot = tl.load(slots_B + row, cache_modifier=".cg").to(tl.int64)
+        q_cos_H, q_sin_H = _rotation(rope_PH, q_norm_H, position, HEAD_DIM, HEAD_TILE, QK_NORM)
+        k_cos_H, k_sin_H = _rotation(rope_PH, k_norm_H, position, HEAD_DIM, HEAD_TILE, QK_NORM)
+        context -= 1
+        if EARLY:
+            early_k_CH, early_v_CH, early_C = _load_tile(
+                k_cache, v_cache, block_C, split * TILE, tl.where(split < num_splits, context, 0), kv_head,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_TILE, TILE,
+            )  # fmt: skip
+            block_C = _blocks(table, (split + num_splits) * TILE, context, BLOCK_SIZE, TILE)
+        if PDL:
+            gdc_wait()
+    else:
         q_GH = tl.load(q_BNH + row * q_stride + kv_head * GROUP * HEAD_DIM + offset_GH, mask=inside_GH, other=0.0)
 
-    num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
     if split >= num_splits:
         return
     top_G = tl.full([GROUP_PAD], float("-inf"), tl.float32)  # of scores, in units of log2
     total_GC = tl.zeros([GROUP_PAD, TILE], tl.float32)  # summed over C only at the end: warps would meet for each sum
     acc_GH = tl.zeros([GROUP_PAD, HEAD_TILE], tl.float32)
+    first = split * TILE
     if FROM_QKV:
-        angles_H = rope_PH + tl.load(positions_B + row).to(tl.int64) * HEAD_DIM
-        slot, one = tl.load(slots_B + row).to(tl.int64), tl.arange(0, 1)[:, None]
-        start, inside_1H = row * q_stride, (dim_H < HEAD_DIM)[None, :]
+        start, one, inside_1H = row * q_stride, tl.arange(0, 1)[:, None], (dim_H < HEAD_DIM)[None, :]
         q_start = start + (kv_head * GROUP + head_G)[:, None] * HEAD_DIM
         k_start = start + (NUM_KV_HEADS * GROUP + kv_head + one) * HEAD_DIM
         q_GH = _rotated_heads(
-            q_BNH, q_start, inside_GH, part_stride, q_norm_H, angles_H, eps, PARTS, HEAD_DIM, HEAD_TILE, QK_NORM
+            q_BNH, q_start, inside_GH, part_stride, q_cos_H, q_sin_H, eps, PARTS, HEAD_DIM, HEAD_TILE, QK_NORM
         ).to(k_cache.dtype.element_ty)
-        context -= 1
         if (split == 0) & (context >= 0):
             k_1H = _rotated_heads(
-                q_BNH, k_start, inside_1H, part_stride, k_norm_H, angles_H, eps, PARTS, HEAD_DIM, HEAD_TILE, QK_NORM
+                q_BNH, k_start, inside_1H, part_stride, k_cos_H, k_sin_H, eps, PARTS, HEAD_DIM, HEAD_TILE, QK_NORM
             ).to(k_cache.dtype.element_ty)
             v_1H = load_parts(q_BNH, k_start + NUM_KV_HEADS * HEAD_DIM + dim_H[None, :], inside_1H, part_stride, PARTS)
             v_1H = tl.where(tl.abs(v_1H) < float("inf"), v_1H, 0.0).to(v_cache.dtype.element_ty)
@@ -229,24 +271,20 @@ def _decode_attention_kernel(
             top_G = tl.sum(q_GH.to(tl.float32) * k_1H.to(tl.float32), 1) * scale_log2
             total_GC += (token_C == 0).to(tl.float32)[None, :]
             acc_GH += v_1H.to(tl.float32)
-    for first in tl.range(split * TILE, context, num_splits * TILE, num_stages=STAGES):
-        slot_C = block_C.to(tl.int64) * BLOCK_SIZE + (first + token_C) % BLOCK_SIZE
+        if EARLY:
+            if first < context:
+                top_G, total_GC, acc_GH = _attend(
+                    q_GH, early_k_CH, early_v_CH, early_C, top_G, total_GC, acc_GH, scale_log2
+                )
+            first += num_splits * TILE
+    for tile in tl.range(first, context, num_splits * TILE, num_stages=STAGES):
+        k_CH, v_CH, inside_C = _load_tile(
+            k_cache, v_cache, block_C, tile, context, kv_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_TILE, TILE,
+        )  # fmt: skip
         # The next tile's blocks are looked up a tile ahead: the loads of K and V depend on them.
-        block_C = _blocks(table, first + num_splits * TILE, context, BLOCK_SIZE, TILE)
-        inside_C = first + token_C < context
-        offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
-        inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
-        k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
-        v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
-        score_GC = tl.dot(q_GH, tl.trans(k_CH), input_precision="tf32x3")
-        score_GC = tl.where(inside_C[None, :], score_GC, float("-inf"))
-        new_top_G = tl.maximum(top_G, tl.max(score_GC, 1) * scale_log2)
-        weight_GC = tl.exp2(score_GC * scale_log2 - new_top_G[:, None])
-        shrink_G = tl.exp2(top_G - new_top_G)
-        total_GC = total_GC * shrink_G[:, None] + weight_GC
-        acc_GH = acc_GH * shrink_G[:, None]
-        acc_GH = tl.dot(weight_GC.to(v_CH.dtype), v_CH, acc_GH, input_precision="tf32x3")
-        top_G = new_top_G
+        block_C = _blocks(table, tile + num_splits * TILE, context, BLOCK_SIZE, TILE)
+        top_G, total_GC, acc_GH = _attend(q_GH, k_CH, v_CH, inside_C, top_G, total_GC, acc_GH, scale_log2)
 
     total_G = tl.sum(total_GC, 1)
     acc_GH /= tl.where(total_G == 0, 1.0, total_G)[:, None]  # 0 where the context is
@@ -263,42 +301,50 @@ def _decode_attention_kernel(
         tl.debug_barrier()  # all threads have stored before one of them says so
         if tl.atomic_add(arrived_BK + pair, 1, sem="acq_rel") == num_splits - 1:
             tl.store(arrived_BK + pair, 0)  # for the next launch
-            _combine(out_GH, partial_SGH, lse_SG, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE)
+            _combine(out_GH, partial_SGH, lse_SG, num_splits, GROUP, HEAD_DIM, GROUP_TILE, HEAD_TILE, SPLIT_TILE)
 
 
 @triton.jit
 def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """The blocks of tokens first … first + TILE of a row: one for all of them where a tile fits in a block."""
     token_C = first if BLOCK_SIZE % TILE == 0 else first + tl.arange(0, TILE)
-    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0)
+    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0, cache_modifier=".cg")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """num_splits: programs a long row is split over; min_split: tokens worth a program of their own."""
+    """num_splits: programs a long row is split over; min_split: tokens worth a program of their own.
+
+    early: a program's first tile is loaded before it waits for the projection.
+    """
 
     num_splits: int
     min_split: int
     tile: int
     stages: int
     num_warps: int
+    early: bool = True
 
 
 def launch_for(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Launch:
     """How to launch a bucket, as measured on an H200.
 
-    Enough programs to fill the GPU if all rows are long; few more, since even those that leave at once cost time. From
-    the bucket's rows alone, never from contexts, so that a row's result doesn't depend on its neighbours' lengths.
+    Enough programs to fill the GPU if all rows are long; few more, since even those that leave at once cost time. Where
+    few rows have the GPU, waits are most of a program's time, so its tiles are small. From the bucket's rows alone,
+    never from contexts, so that a row's result doesn't depend on its neighbours' lengths.
     """
     pairs = max(num_rows * num_kv_heads, 1)
-    if pairs <= gpu.num_sms:
-        wanted = min(gpu.num_sms // pairs, max(64 // pairs, 8), 32)
-        num_splits = power_of_2(wanted + 1) // 2
-        launch = Launch(num_splits, 128, 128, 3, 8) if num_splits > 1 else Launch(2, 2048, 128, 3, 8)
+    num_splits = min(power_of_2(gpu.num_sms // pairs + 1) // 2, 32)
+    if num_splits > 2:
+        launch = Launch(num_splits, 64, 64, 2, 4)
+    elif pairs <= gpu.num_sms:
+        launch = Launch(2, 128 if num_splits == 2 else 2048, 128, 3, 8)
     elif pairs <= 2 * gpu.num_sms:
         launch = Launch(2, 2048, 64, 4, 4)
+    elif pairs <= 4 * gpu.num_sms:
+        launch = Launch(1, 2048, 64, 4, 4, early=False)
     else:
-        launch = Launch(2 if pairs <= 4 * gpu.num_sms else 1, 2048, 64, 3, 4)
+        launch = Launch(1, 2048, 64, 3, 4)
     row_bytes = 2 * power_of_2(head_dim) * dtype.itemsize  # K and V of a token
     room = gpu.shared_bytes - (40 if dtype == torch.float32 else 16) * 1024
     while (launch.stages - 1) * launch.tile * row_bytes > room and launch.tile > 16:
@@ -380,8 +426,10 @@ def _decode_attention_triton(
         GROUP_PAD=max(power_of_2(group), 16),  # what tl.dot takes
         GROUP_TILE=power_of_2(group),
         HEAD_TILE=max(power_of_2(head_dim), 16),
+        SPLIT_TILE=min(power_of_2(num_splits), max(16384 // (power_of_2(group) * power_of_2(head_dim)), 1)),
         TILE=launch.tile,
         STAGES=launch.stages,
+        EARLY=launch.early,
         KEEP=keep,
         num_warps=launch.num_warps,
         **overlap(device),

@@ -22,9 +22,9 @@ def _embedding_kernel(out_TD, token_ids_T, weight_VD, first_id, num_ids, size, T
     token = tl.program_id(0).to(tl.int64)
     column_D = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside_D = column_D < size
-    if PDL:
-        gdc_launch_dependents()
+    if PDL:  # in this order: what comes before the embedding is complete when any kernel after it starts
         gdc_wait()
+        gdc_launch_dependents()
     local = tl.load(token_ids_T + token).to(tl.int64) - first_id
     mine = (local >= 0) & (local < num_ids)
     x = tl.load(weight_VD + local * size + column_D, mask=inside_D & mine, other=0.0)

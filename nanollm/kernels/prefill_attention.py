@@ -161,6 +161,8 @@ def _prefill_attention_kernel(
         row_B = first + tl.arange(0, ROWS)
         start_B = tl.load(query_starts_B1 + row_B, mask=row_B < num_rows, other=0)
         row += tl.sum(((start_B // TOKENS + row_B <= tile) & (row_B < num_rows)).to(tl.int32))
+    if row < 0:  # before the first row's queries come those of rows that decode
+        return
     start = tl.load(query_starts_B1 + row)
     query_len = tl.load(query_starts_B1 + row + 1) - start
     first_query = (tile - (start // TOKENS + row)) * TOKENS

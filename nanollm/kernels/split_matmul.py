@@ -8,15 +8,23 @@ way to the L2 cache while the kernel before this one still runs.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import functools
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, prefetch, runs_triton, tl, triton
+from nanollm.kernels.backend import (
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu,
+    measured_cuts,
+    overlap,
+    prefetch,
+    runs_triton,
+    tl,
+    triton,
+)
 
 MAX_ROWS = 256
 # Each row of the table: what is measured up to this many rows. One row alone has a kernel of its own.
@@ -53,9 +61,10 @@ def tiles_for(num_rows: int, weight_OD: Tensor) -> Tiles | None:
 @functools.cache
 def _tiles_for(num_rows: int, size_out: int, size_in: int, device: torch.device) -> Tiles | None:
     bucket = next(most for most in ROW_BUCKETS if num_rows <= most)
-    measured = _table(torch.cuda.get_device_name(device)).get(f"{size_out}x{size_in}")
-    if measured is not None:
-        return measured[bucket]
+    measured = measured_cuts(size_out, size_in, device)
+    if str(bucket) in measured:
+        cut = measured[str(bucket)]
+        return None if cut is None else Tiles(*cut)
     tiles = default_tiles(bucket, size_out, size_in, gpu(device).num_sms)
     return tiles if tiles is not None and tiles.fit(gpu(device).shared_bytes) else None
 
@@ -71,18 +80,6 @@ def default_tiles(num_rows: int, size_out: int, size_in: int, num_sms: int) -> T
         splits *= 2
     tiles = Tiles(max(num_rows, 16), 64, 128, 4, 4, splits)
     return tiles if tiles.suit(size_out, size_in) else None
-
-
-@functools.cache
-def _table(gpu_name: str) -> dict[str, dict[int, Tiles | None]]:
-    """By shape, then by bucket of rows: what bench/tune.py found on this GPU; empty if it never ran there."""
-    path = Path(__file__).with_name("tuned") / f"{gpu_name.replace(' ', '_')}.json"
-    if not path.exists():
-        return {}
-    return {
-        shape: {int(rows): None if tiles is None else Tiles(*tiles) for rows, tiles in found.items()}
-        for shape, found in json.loads(path.read_text()).items()
-    }
 
 
 def split_matmul_reference(x_MD: Tensor, weight_OD: Tensor, splits: int) -> Tensor:

@@ -160,7 +160,7 @@ def _bisect(x, weight, target, low, high, cell):
 
 @triton.jit
 def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cell):
-    """low and high as near as the bins tell, whose tokens may be any of a bin's numbers; above: what larger ones weigh."""
+    """low and high as near as the bins tell: a token may be any number of its bin. above: what larger ones weigh."""
     bin = tl.arange(0, _BINS)
     start = from_key + bin * _BIN
     inside = (start < to_key) & (count > 0)

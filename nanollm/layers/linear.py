@@ -25,7 +25,7 @@ class LinearBase(nn.Module):
         self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
 
     def suits_skinny(self, num_rows: int) -> bool:
-        """Whether to read the weights with the kernel for few rows, which norm, gate and residual are folded into."""
+        """Whether to read the weights with the kernel for one row, which norm, gate and residual are folded into."""
         return self.bias is None and suits_skinny_matmul(num_rows, self.weight)
 
     def tiles(self, num_rows: int) -> Tiles | None:
@@ -117,7 +117,7 @@ class RowParallelLinear(LinearBase):
     def forward(self, x_r: Tensor, residual_TD: Tensor) -> Hidden:
         if self.suits_skinny(len(x_r)):
             if self.tp.size == 1:
-                return Hidden(skinny_matmul(x_r, self.weight, residual_MO=residual_TD), None)
+                return Hidden(skinny_matmul(x_r, self.weight, residual_1O=residual_TD), None)
             return Hidden(residual_TD, skinny_matmul(x_r, self.weight))
         if tiles := self.tiles(len(x_r)):
             return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))

@@ -56,3 +56,15 @@ def test_a_prediction_is_floor_and_overhead_and_all_reduces(tiny: Any, tmp_path:
     # Four ranks send one and a half times the bytes: 384, beyond what was measured, so in proportion.
     expected = one["rows"][0]["tpot_floor_ms"] / 4 + overhead + (5 * 7.0 * 1.5 + 5.0) / 1000
     assert others[1]["rows"][0]["tpot_ms"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_runs_measured_apart_are_put_together(tiny: Any, tmp_path: Path) -> None:
+    path, apart = tiny("qwen3").path, []
+    for tp in (1, 2):
+        _, found = run(tmp_path, "--model", path, "--tp", tp, "--num-prompts", 3 * (tp == 1))
+        apart.append(tmp_path / f"{tp}.json")
+        apart[-1].write_text(json.dumps(found))
+    printed, together = run(tmp_path, "--model", path, "--runs", *apart, "--predict")
+    assert together["runs"][:2] == [json.loads(file.read_text())["runs"][0] for file in apart]
+    assert printed.count("workload W") == 4  # tp 2 was measured without
+    assert printed.count("(predicted) TPOT, batch 3") == 3

@@ -8,7 +8,7 @@ import torch
 
 from nanollm import LLM, SamplingParams
 from nanollm.config import GPU_BLOCK_SIZE
-from tests.conftest import random_prompt
+from tests.conftest import VARIED, random_prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -23,19 +23,6 @@ def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, overlap: b
         with tiny(kind).llm(device=device, overlap=overlap, long_prefill_token_threshold=9) as llm:
             runs.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert runs[0] == runs[1]
-
-
-# Filters, penalties, biases and bans: greedy, seeded, and rows with none beside them.
-VARIED: list[dict[str, Any]] = [
-    {"top_k": 20, "top_p": 0.95, "min_p": 0.01},
-    {"top_p": 0.9},
-    {},
-    {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
-    {"presence_penalty": 1.0, "logit_bias": {5: 3.0, 77: -100.0}, "top_p": 0.8},
-    {"min_tokens": 9, "stop_token_ids": [3, 4], "top_k": 1000},
-    {"allowed_token_ids": list(range(40, 200)), "min_p": 0.1},
-    {"temperature": 0},
-]
 
 
 def varied(**settings: Any) -> list[SamplingParams]:

@@ -28,7 +28,7 @@ from nanollm.kernels.prepare_decode import (
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
-from nanollm.kernels.skinny_matmul import _one_row_triton, _skinny_matmul_triton, skinny_matmul_reference
+from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton, skinny_matmul_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
 from nanollm.kernels.threshold import _guess_triton, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
@@ -162,16 +162,25 @@ def check_prefill_attention(
     rows: list[tuple[int, int]], *, group: int, num_kv_heads: int, head_dim: int, block_size: int, device: str,
     dtype: torch.dtype, **options: Any,
 ) -> None:  # fmt: skip
-    """rows: (query length, context length) of each."""
+    """rows: (query length, context length) of each. Before them, as in steps with decodes, come tokens of no row."""
     torch.manual_seed(0)
-    contexts = [context for _, context in rows]
+    contexts, num_others = [context for _, context in rows], 130
     k_cache, v_cache, tables_BM = paged_cache(contexts, block_size, num_kv_heads, head_dim, device, dtype)
     v_cache = v_cache.nan_to_num(0.0)  # as qkv_to_cache keeps it, for whole tiles are read
-    starts_B1 = torch.tensor([0] + [query for query, _ in rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = [num_others] + [query for query, _ in rows]
+    starts_B1 = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q_TNH = randn(int(starts_B1[-1]), group * num_kv_heads, head_dim, device=device, dtype=dtype)
-    lens_B = torch.tensor(contexts, dtype=torch.int32, device=device)
+
+    def after(poison: int, numbers: Tensor) -> Tensor:
+        """These numbers in memory where something else precedes them."""
+        return torch.cat((numbers.new_tensor([poison]), numbers))[1:].to(device)
+
+    lens_B = torch.tensor(contexts, dtype=torch.int32)
     out_TNH = torch.full_like(q_TNH, float("nan"))
-    _prefill_attention_triton(out_TNH, q_TNH, k_cache, v_cache, tables_BM, starts_B1.to(device), lens_B, **options)
+    _prefill_attention_triton(
+        out_TNH, q_TNH, k_cache, v_cache, tables_BM, after(-1000, starts_B1), after(40, lens_B), **options
+    )
+    assert out_TNH[:num_others].isnan().all()
     for row, (query_len, context) in enumerate(rows):
         queries = slice(int(starts_B1[row]), int(starts_B1[row + 1]))
         if query_len:
@@ -476,17 +485,13 @@ def check_advance_rows(*, device: str) -> None:
 
 
 def check_skinny_matmul(
-    num_rows: int, size_in: int, size_out: int, *, norm: bool, gated: bool, residual: bool, device: str,
-    dtype: torch.dtype, **options: Any,
-) -> None:  # fmt: skip
+    size_in: int, size_out: int, *, norm: bool, gated: bool, residual: bool, device: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    x = randn(num_rows, size_in, device=device, dtype=dtype)
+    x = randn(1, size_in, device=device, dtype=dtype)
     weight = randn(size_out * (1 + gated), size_in, device=device, dtype=dtype) * size_in**-0.5
     norm_weight = randn(size_in, device=device, dtype=dtype) if norm else None
-    added = randn(num_rows, size_out, device=device, dtype=dtype) if residual else None
-    ys = [_skinny_matmul_triton(x, weight, norm_weight, 1e-6, added, gated=gated, **options)]
-    if num_rows == 1:
-        ys.append(_one_row_triton(x, weight, norm_weight, 1e-6, added, gated=gated))
+    added = randn(1, size_out, device=device, dtype=dtype) if residual else None
     expected = skinny_matmul_reference(
         x.double(),
         weight.double(),
@@ -495,7 +500,8 @@ def check_skinny_matmul(
         None if added is None else added.double(),
         gated=gated,
     )
-    for y in ys:
+    for cut in (None, OneRow(2, 512, 1), OneRow(16 << gated, 1024, 8)):
+        y = _one_row_triton(x, weight, norm_weight, 1e-6, added, gated=gated, cut=cut)
         assert_close(y, expected, 2 * TOLERANCE[dtype])  # what is normed is rounded too
 
 

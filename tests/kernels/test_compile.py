@@ -28,7 +28,6 @@ KERNELS = {
     "_draw_kernel",
     "_advance_rows_kernel",
     "_one_row_kernel",
-    "_skinny_matmul_kernel",
     "_split_matmul_kernel",
     "_prepare_decode_kernel",
     "_one_shot_kernel",

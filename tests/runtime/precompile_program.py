@@ -51,12 +51,11 @@ def pretend() -> None:
     triton.runtime.driver.set_active(Driver(90))
     triton.compiler.compile = Kernel
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
-    torch.cuda.get_device_name = lambda device: "NVIDIA H200"  # type: ignore[assignment, misc]
     for name, module in list(sys.modules.items()):
         if name.startswith("nanollm."):
             for patched, value in (
                 ("runs_triton", lambda x: True),
-                ("gpu", lambda device: Gpu((9, 0), 227 * 1024, 132)),
+                ("gpu", lambda device: Gpu("NVIDIA H200", (9, 0), 227 * 1024, 132)),
             ):
                 if hasattr(module, patched):
                     setattr(module, patched, value)

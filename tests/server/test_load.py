@@ -4,7 +4,6 @@ NANOLLM_SOAK_SECONDS=60 makes the rounds of disconnects that long.
 """
 
 import asyncio
-import os
 import random
 import signal
 import socket
@@ -20,8 +19,9 @@ import pytest
 from nanollm import LLM, SamplingParams
 from tests.conftest import TinyModel
 from tests.server.server_process import ServerProcess
+from tests.soak import soak_seconds
 
-SOAK_SECONDS = float(os.environ.get("NANOLLM_SOAK_SECONDS", "1"))
+SOAK_SECONDS = soak_seconds(1)
 PROMPTS = [f"The number after {i} is" for i in range(8)]
 TINY = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", 16, "--num-kv-blocks", 64)
 LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
