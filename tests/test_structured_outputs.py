@@ -328,7 +328,8 @@ def test_processors_see_the_tokens_so_far_and_have_the_last_word(model: TinyMode
 
         return process
 
-    found = outputs(llm, [replace(DRAWN, max_tokens=4, logits_processors=[lambda _, x: -x, only(40)]), DRAWN])
+    processors = [lambda _, x: -x, only(40), lambda _, x: x.bfloat16()]
+    found = outputs(llm, [replace(DRAWN, max_tokens=4, logits_processors=processors), DRAWN])
     assert found[0].token_ids == [40, 41, 42, 43] and seen == [[], [40], [40, 41], [40, 41, 42]]
     assert found[1].token_ids == outputs(llm, DRAWN)[0].token_ids
 

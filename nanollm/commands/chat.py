@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from nanollm.llm import LLM
 
     check_one_process("chat")
+    if sys.stdin is None:
+        raise ValueError("chat reads lines from its standard input, which is closed")
     with LLM(args.model or default_model(), **engine_args(args)) as llm:
         params = replace(llm.get_default_sampling_params(), temperature=args.temperature, max_tokens=args.max_tokens)
         chat = Chat(llm, params, args.system)
@@ -50,17 +52,16 @@ def run(args: argparse.Namespace) -> int:
         while True:
             try:
                 line = input(">>> " if is_terminal else "").strip()
+                if line == "/exit":
+                    return 0
+                if line:
+                    chat.take(line)
             except EOFError:
                 return 0
             except KeyboardInterrupt:
                 if not is_terminal:
                     raise
                 print("\nCtrl-D leaves.")
-                continue
-            if line == "/exit":
-                return 0
-            if line:
-                chat.take(line)
 
 
 class Chat:

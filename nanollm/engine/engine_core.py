@@ -279,4 +279,5 @@ def _process(seq: Sequence, logits_V: "torch.Tensor") -> np.ndarray:
         logits_V = function(seq.token_ids[seq.num_prompt_tokens :].tolist(), logits_V)
         if getattr(logits_V, "shape", None) != shape:
             raise ValueError(f"a logits processor must return logits of shape {tuple(shape)}: {function!r}")
-    return np.asarray(logits_V, np.float32)
+    # NumPy knows no bfloat16, which a function may well return.
+    return np.asarray(logits_V.float() if hasattr(logits_V, "float") else logits_V, np.float32)

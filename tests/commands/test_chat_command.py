@@ -130,3 +130,12 @@ def test_a_model_without_a_chat_template_is_refused() -> None:
     result = subprocess.run(arguments, input="hi\n", capture_output=True, text=True, env=ENV, timeout=120)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("error: chat needs a tokenizer")
+
+
+def test_a_closed_input_is_refused(smollm2_path: Path) -> None:
+    arguments = command(smollm2_path)
+    result = subprocess.run(
+        arguments, preexec_fn=lambda: os.close(0), capture_output=True, text=True, env=ENV, timeout=60
+    )
+    assert result.returncode == 2
+    assert "chat reads lines from its standard input, which is closed" in result.stderr
