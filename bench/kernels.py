@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
-from nanollm.kernels.draw import _draw_triton, _read_and_draw_triton, draw
+from nanollm.kernels.draw import _draw_triton, draw
 from nanollm.kernels.embedding import embedding, embedding_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
 from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton
-from nanollm.kernels.threshold import _guess_triton, _threshold_triton, guess_cuts, threshold
+from nanollm.kernels.threshold import _threshold_triton, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.layers.sampler import Filters
@@ -345,7 +345,6 @@ class Sampling:
 
     def ours(
         self,
-        guessing: dict[str, int] | None = None,
         stats: dict[str, int] | None = None,
         filters: dict[str, int] | None = None,
         drawing: dict[str, int] | None = None,
@@ -354,32 +353,27 @@ class Sampling:
 
         def call(i: int) -> Tensor:
             rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
-            if self.filters is Filters.NONE:
-                return _read_and_draw_triton(rows, **(drawing or {}))[1]
-            guess = _guess_triton(rows, **(guessing or {})) if self.filters is Filters.ALL else None
-            found = _tile_stats_triton(rows, guess, **(stats or {}))
-            limit = _threshold_triton(rows, *found, guess, **(filters or {}))
-            return _draw_triton(rows, *found, limit, **(drawing or {}))[1]
+            found, limits = _tile_stats_triton(rows, **(stats or {})), None
+            if self.filters is not Filters.NONE:
+                limits = _threshold_triton(rows, *found, self.filters is Filters.ALL, **(filters or {}))
+            return _draw_triton(rows, *found, limits, **(drawing or {}))[1]
 
         return call
 
     def parts(self) -> dict[str, Call]:
         """Each kernel on what the one before it leaves."""
         rows = RowLogits(self.logits[0], self.rows, self.rows, self.state)
-        if self.filters is Filters.NONE:
-            return {}
-        guess = guess_cuts(rows) if self.filters is Filters.ALL else None
-        stats = tile_stats(rows, guess)
-        limit = threshold(rows, *stats, guess)
+        stats, limits = tile_stats(rows), None
+        if self.filters is not Filters.NONE:
+            limits = threshold(rows, *stats, self.filters is Filters.ALL)
 
         def on(i: int) -> RowLogits:
             return replace(rows, logits_SV=self.logits[i])
 
-        return {
-            "tile_stats": lambda i: tile_stats(on(i), guess),
-            "threshold": lambda i: threshold(on(i), *stats, guess),
-            "draw": lambda i: draw(on(i), *stats, limit),
-        }
+        calls = {"tile_stats": lambda i: tile_stats(on(i)), "draw": lambda i: draw(on(i), *stats, limits)}
+        if limits is not None:
+            calls["threshold"] = lambda i: threshold(on(i), *stats, self.filters is Filters.ALL)
+        return calls
 
     def case(self, calls: dict[str, Call]) -> Case:
         return Case(f"sample {self.num_rows} rows, {self.name}", self.num_bytes, 0, len(self.logits), calls)
@@ -424,13 +418,14 @@ def prefill_variants() -> Iterator[Case]:
 
 def sampling_variants() -> Iterator[Case]:
     inputs = Sampling(256, "temperature")
-    launches = [(16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8)]
-    calls = {f"t{t} w{w}": inputs.ours(drawing={"tiles": t, "num_warps": w}) for t, w in launches}
+    launches = [(16, 2), (16, 4), (32, 2), (32, 8), (64, 8)]
+    calls = {f"t{t} w{w}": inputs.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
+    calls |= {f"draw w{w}": inputs.ours(drawing={"num_warps": w}) for w in (4, 16)}
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         inputs_ = Sampling(256, name)
-        calls = {f"t{t} w{w}": inputs_.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
-        calls |= {f"sample {n}": inputs_.ours(guessing={"sampled": n}) for n in (64, 256)}
+        calls = {f"t{t} w{w}": inputs_.ours(filters={"tiles": t, "pass_warps": w}) for t, w in launches}
+        calls |= {f"sample {n}": inputs_.ours(filters={"pieces": n}) for n in (128, 512)}
         calls |= {f"threshold w{w}": inputs_.ours(filters={"num_warps": w}) for w in (8, 32)}
         calls |= {f"draw w{w}": inputs_.ours(drawing={"num_warps": w}) for w in (4, 16)}
         yield inputs_.case(calls | {"default": inputs_.ours()})

@@ -16,16 +16,7 @@ whatever the ranks. Each rank sends its best tile's value and token, and the lar
 import torch
 from torch import Tensor
 
-from nanollm.kernels.backend import (
-    arrival_counts,
-    gdc_launch_dependents,
-    gdc_wait,
-    overlap,
-    power_of_2,
-    runs_triton,
-    tl,
-    triton,
-)
+from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.noise import (
     TILE_STREAM,
     TILES,
@@ -36,17 +27,8 @@ from nanollm.kernels.noise import (
     noise_word,
     noise_words,
 )
-from nanollm.kernels.tile_stats import (
-    LARGEST,
-    LOG2_E,
-    TILE,
-    TILE_SIZE,
-    clamped,
-    in_tiles,
-    logits_arguments,
-    store_stats,
-    tile_stats_reference,
-)
+from nanollm.kernels.threshold import CELL_BITS, NUM_BINS, STATE_SIZE, Limits, settled
+from nanollm.kernels.tile_stats import LARGEST, LOG2_E, TILE, TILE_SIZE, clamped, in_tiles
 from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
 
@@ -57,12 +39,12 @@ _SLACK = tl.constexpr(1e-3)  # more than rounding can be off
 
 
 def draw_reference(
-    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor | None
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, limits: Limits | None = None
 ) -> tuple[Tensor, Tensor]:
     """The definition; arguments as in draw. Every tile's mass is summed anew, over the tokens that may be drawn."""
     x_SNT = in_tiles(rows.processed().logits_SV)
-    if threshold_S is not None:
-        x_SNT = x_SNT.where(x_SNT >= threshold_S[:, None, None], float("-inf"))
+    if limits is not None:
+        x_SNT = x_SNT.where(x_SNT >= limits.threshold_S[:, None, None], float("-inf"))
     temperature_S, greedy_S = rows.floats(TEMPERATURE), rows.floats(TEMPERATURE) == 0
     scale_S1 = temperature_S.where(~greedy_S, 1.0)[:, None]
     seed_S = rows.ints(SEED_HIGH) << 32 | rows.ints(SEED_LOW) & 0xFFFFFFFF
@@ -87,118 +69,77 @@ def draw_reference(
 
 
 @triton.jit
-def _noise_of_tiles(tile, first_id, seed_low, seed_high, choice, position):
-    return gumbel_noise(noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + tile, TILE_STREAM))
-
-
-@triton.jit
 def _value(top, log_mass_and_noise, temperature):
     """A tile's value, float64: of the tile alone, so the same one wins in any batch, on any number of ranks."""
     return top.to(tl.float64) * (1 / temperature).to(tl.float64) + log_mass_and_noise.to(tl.float64)
 
 
 @triton.jit
-def _draw_from_tile(
-    value_S, id_S, s, value, tile, threshold, logits, scratch, size, first_id, temperature, seed_low, seed_high,
-    choice, position, ruled,
-    HAS_RULES: tl.constexpr,
-):  # fmt: skip
-    column = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
-    x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
-    top = tl.max(x, 0)
-    if temperature > 0:
-        word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
-        x = tl.where(x >= threshold, (x - clamped(top)) / temperature + gumbel_noise(word), float("-inf"))
-    _, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(value_S + s, value)
-    tl.store(id_S + s, tl.where(top == float("-inf"), -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
+def _keyed(value, tile):
+    """int64 that order as the values do, to 2**-36 of them, and of equals the lower tile last: one maximum finds both.
+    Values without the last 16 bits, such as float32 numbers, stay what they are."""
+    bits = value.to(tl.int64, bitcast=True)
+    key = tl.where(bits < 0, -(bits & 0x7FFFFFFFFFFFFFFF), bits)
+    return (key & -65536) | (65535 - tile)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
-def _read_and_draw_kernel(
-    value_S, id_S, value_SP, tile_SP, arrived_S, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, positions_S,
-    params_RP, words_RV, slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles, first_id,
-    HAS_RULES: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # tile_stats, and the best of a program's tiles; a row's last program draws while other rows are still read.
-    part, num_parts, s = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.load(rows_S + s)
-    temperature = float_param(params_RP, row, _TEMPERATURE)
-    store_stats(
-        max_SN, mass_SN, max_SN, max_SN, s, 0, part * TILES, row, temperature, 0, 0, scratch_SV, logits_SV,
-        positions_S, params_RP, words_RV, slots_R3S, masks_RW, size, row_stride, words_stride, masks_stride, num_tiles,
-        HAS_RULES, False, TILES, STEP,
-    )  # fmt: skip
-    position, choice = tl.load(positions_S + s), int_param(params_RP, row, _CHOICE)
-    seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
-    # Back from memory, in which every tile has a thread of its own: noise takes more instructions than its logits.
-    tl.debug_barrier()
-    t = part * TILES + tl.arange(0, TILES)
-    top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
-    value = top.to(tl.float64)
-    if temperature > 0:
-        noise = _noise_of_tiles(t, first_id, seed_low, seed_high, choice, position)
-        mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
-        value = tl.where(mass > 0, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
-    best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(value_SP + s * num_parts + part, best)
-    tl.store(tile_SP + s * num_parts + part, part * TILES + at)
-    tl.debug_barrier()  # all threads have stored before one of them says so
-    if tl.atomic_add(arrived_S + s, 1, sem="acq_rel") == num_parts - 1:
-        tl.store(arrived_S + s, 0)  # for the next launch
-        p = tl.arange(0, PARTS)
-        values = tl.load(value_SP + s * num_parts + p, mask=p < num_parts, other=float("-inf"), cache_modifier=".cg")
-        best, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-        tile = tl.load(tile_SP + s * num_parts + at, cache_modifier=".cg")
-        ruled = has_rules(params_RP, row, HAS_RULES)
-        _draw_from_tile(
-            value_S, id_S, s, best, tile, float("-inf"), logits_SV + s * row_stride, scratch_SV + s * size, size,
-            first_id, temperature, seed_low, seed_high, choice, position, ruled, HAS_RULES,
-        )  # fmt: skip
+@triton.jit
+def _unkeyed(key):
+    """value and tile."""
+    bits = key & -65536
+    bits = tl.where(bits < 0, -bits, bits) | (bits & -(2**63))
+    return bits.to(tl.float64, bitcast=True), (65535 - (key & 65535)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "positions_S"])
 def _draw_kernel(
-    value_S, id_S, found_SN, max_SN, mass_SN, threshold_S, scratch_SV, logits_SV, rows_S, positions_S, params_RP,
-    size, row_stride, num_tiles, first_id,
-    HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    value_S, id_S, threshold_S, state_SW, bins_SB, above_SP, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S,
+    positions_S, params_RP, size, row_stride, num_tiles, num_parts, first_id,
+    LIMITED: tl.constexpr, SETTLES: tl.constexpr, HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr,
+    PARTS: tl.constexpr, CELL_BITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
     seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
-    choice = int_param(params_RP, row, _CHOICE)
+    choice, ruled = int_param(params_RP, row, _CHOICE), has_rules(params_RP, row, HAS_RULES)
+    logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
     t = tl.arange(0, ALL_TILES)
     noise = tl.zeros((ALL_TILES,), tl.float32)
     if temperature > 0:
-        noise = _noise_of_tiles(t, first_id, seed_low, seed_high, choice, position)
+        word = noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + t, TILE_STREAM)
+        noise = gumbel_noise(word)
     if PDL:  # only now: the noise needs nothing of the kernels before this one
         gdc_wait()
         gdc_launch_dependents()
     top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
     mass = tl.load(mass_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
-    threshold = tl.load(threshold_S + s)
-    ruled = has_rules(params_RP, row, HAS_RULES)
-    logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
-    if temperature == 0:
-        value, tile = tl.max(top, 0, return_indices=True, return_indices_tie_break_left=True)
-        value = value.to(tl.float64)
-    else:
-        possible = (top >= threshold) & (mass > 0)
-        most = tl.where(possible, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
-        if threshold > float("-inf"):
-            # Of a tile's tokens some may be below the threshold: then its value is less than `most`, but not less than
-            # that of its largest token alone. The few tiles that may win so are looked at together.
+    threshold = tl.full((), float("-inf"), tl.float32)
+    if LIMITED:
+        threshold = tl.load(threshold_S + s)
+    if SETTLES:
+        threshold = settled(
+            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SB + s * NUM_BINS,
+            above_SP + s * num_parts, num_parts, max_SN + s * num_tiles, logits, scratch, params_RP, row, size,
+            num_tiles, HAS_RULES, ALL_TILES, PARTS, CELL_BITS,
+        )  # fmt: skip
+        tl.store(threshold_S + s, threshold)
+    value, possible = top.to(tl.float64), (top >= threshold) & (mass > 0)
+    if temperature > 0:
+        value = tl.where(possible, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
+    key = tl.max(_keyed(value + 0.0, t), 0)
+    if LIMITED:
+        if (temperature > 0) & (threshold > float("-inf")):
+            # Of a tile's tokens some may be below the threshold: then its value is less than this one, but not less
+            # than that of its largest token alone. The few tiles that may win so are looked at together.
             least = tl.where(possible, _value(top, noise, temperature), float("-inf"))
-            may_win = possible & (most >= tl.max(least, 0) - _SLACK)
-            count, found = tl.sum(may_win.to(tl.int32), 0), found_SN + s * ALL_TILES
+            may_win = (possible & (value >= tl.max(least, 0) - _SLACK)).to(tl.int32)
+            count, found = tl.sum(may_win, 0), found_SN + s * ALL_TILES
             numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)
-            tl.store(found + tl.cumsum(may_win.to(tl.int32), 0) - 1, numbered, mask=may_win)
             tl.debug_barrier()
-            value, tile = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
+            tl.store(found + tl.cumsum(may_win, 0) - 1, numbered, mask=may_win > 0)
+            tl.debug_barrier()
+            key = tl.full((), -(2**63), tl.int64)
             for first in range(0, count, GROUP):
                 number = first + tl.arange(0, GROUP)
                 tile_and_noise = tl.load(found + number, mask=number < count, other=0)
@@ -210,72 +151,40 @@ def _draw_kernel(
                 its_noise = tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
                 exact = _value(largest, tl.log(tl.sum(kept, 1)) + its_noise, temperature)
                 exact = tl.where(number < count, exact, float("-inf"))
-                highest, at = tl.max(exact, 0, return_indices=True, return_indices_tie_break_left=True)
-                winner = tl.sum(tl.where(number - first == at, candidate, 0), 0)
-                tile = tl.where(highest > value, winner, tile)  # they ascend: of equals the first stays
-                value = tl.maximum(value, highest)
-        else:
-            value, tile = tl.max(most, 0, return_indices=True, return_indices_tie_break_left=True)
-    _draw_from_tile(
-        value_S, id_S, s, value, tile, threshold, logits, scratch, size, first_id, temperature, seed_low, seed_high,
-        choice, position, ruled, HAS_RULES,
-    )  # fmt: skip
-
-
-def _read_and_draw_triton(rows: RowLogits, tiles: int = 64, num_warps: int = 2) -> tuple[Tensor, Tensor]:
-    num_rows, size = rows.logits_SV.shape
-    parts = -(-size // (tiles * TILE))
-    value_S = rows.logits_SV.new_empty(num_rows, dtype=torch.float64)
-    value_SP, id_S = value_S.new_empty(num_rows, parts), rows.rows_S.new_empty(num_rows)
-    max_SN, mass_SN = (value_S.new_empty(num_rows, -(-size // TILE), dtype=torch.float32) for _ in range(2))
-    arguments = logits_arguments(rows)
-    if num_rows:
-        _read_and_draw_kernel[(parts, num_rows)](
-            value_S,
-            id_S,
-            value_SP,
-            torch.empty_like(value_SP, dtype=torch.int32),
-            arrival_counts(id_S.device, power_of_2(max(num_rows, 4096))),
-            max_SN,
-            mass_SN,
-            *arguments,
-            rows.first_id,
-            HAS_RULES=rows.has_rules,
-            TILES=tiles,
-            STEP=8 * num_warps,
-            PARTS=power_of_2(parts),
-            num_warps=num_warps,
-            **overlap(id_S.device),
-        )
-    return value_S, id_S
-
-
-def read_and_draw(rows: RowLogits) -> tuple[Tensor, Tensor]:
-    """draw for rows without filters, from the logits alone; leaves rows.scratch_SV as tile_stats does.
-
-    Floor on a GPU: one read of the logits.
-    """
-    if runs_triton(rows.logits_SV):
-        return _read_and_draw_triton(rows)
-    return draw_reference(rows, *tile_stats_reference(rows), None)
+                key = tl.maximum(key, tl.max(_keyed(exact, candidate), 0))
+    value, tile = _unkeyed(key)
+    column = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
+    x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+    top = tl.load(max_SN + s * num_tiles + tile)
+    if temperature > 0:
+        word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
+        x = tl.where(x >= threshold, (x - clamped(top)) / temperature + gumbel_noise(word), float("-inf"))
+    _, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(value_S + s, value)
+    tl.store(id_S + s, tl.where(top == float("-inf"), -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
 
 
 def _draw_triton(
-    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor, num_warps: int = 8
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, limits: Limits | None = None, num_warps: int = 8
 ) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
     all_tiles = max(power_of_2(num_tiles), TILE)
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
+    settles = limits is not None and limits.state_SW is not None
+    above_SP = limits.above_SP if settles else max_SN
     if num_rows:
         _draw_kernel[(num_rows,)](
             value_S,
             id_S,
-            max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64),
+            max_SN if limits is None else limits.threshold_S,
+            limits.state_SW if settles else max_SN,
+            limits.bins_SB if settles else max_SN,
+            above_SP,
+            max_SN if limits is None else max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64),
             max_SN,
             mass_SN,
-            threshold_S,
             rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV,
             rows.logits_SV,
             rows.rows_S,
@@ -284,24 +193,30 @@ def _draw_triton(
             size,
             rows.logits_SV.stride(0),
             num_tiles,
+            above_SP.shape[1],
             rows.first_id,
+            LIMITED=limits is not None,
+            SETTLES=settles,
             HAS_RULES=rows.has_rules,
             ALL_TILES=all_tiles,
+            PARTS=power_of_2(above_SP.shape[1]),
+            CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
             GROUP=16,
             num_warps=num_warps,
+            maxnreg=1024 // num_warps if settles else None,  # two programs fit a multiprocessor, so 256 rows an H200
             **overlap(max_SN.device),
         )
     return value_S, id_S
 
 
-def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, threshold_S: Tensor) -> tuple[Tensor, Tensor]:
+def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """This rank's candidate: (value float64 [S], token id int64 [S]).
 
-    max_SN, mass_SN: of tile_stats, of the same rows. threshold_S: float32; only tokens whose logit (with the rules
-    applied) is at least this are drawn; -inf is no limit. At temperature 0 it is the largest logit, the lowest id of
-    equals, and its value is the logit. Values of different shards compare; of equals the lower tile wins.
-    A row whose logits are all -inf has value -inf and id -1.
+    max_SN, mass_SN: of tile_stats, of the same rows. limits: only tokens whose logit (with the rules applied) is at
+    least this are drawn, and threshold_S is completed; None for all rows, or -inf, is no limit. At temperature 0 it is
+    the largest logit, the lowest id of equals, and its value is the logit. Values of different shards compare; of
+    equals the lower tile wins. A row whose logits are all -inf has value -inf and id -1.
     On a GPU a tile is read only if it may win: a program a row, that reads [tiles] numbers and few tiles of logits.
     """
     run = _draw_triton if runs_triton(rows.logits_SV) else draw_reference
-    return run(rows, max_SN, mass_SN, threshold_S)
+    return run(rows, max_SN, mass_SN, limits)

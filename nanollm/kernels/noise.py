@@ -58,11 +58,11 @@ def noise_word(seed_low, seed_high, choice, position, ids, stream: tl.constexpr)
     c0 = ids.to(tl.uint32)
     c1, c2, c3 = c0 * 0 + position.to(tl.uint32), c0 * 0 + choice.to(tl.uint32), c0 * 0 + stream
     k0, k1 = seed_low.to(tl.uint32), seed_high.to(tl.uint32)
-    m0, m1 = tl.full((), 0xD2511F53, tl.uint32), tl.full((), 0xCD9E8D57, tl.uint32)
+    m0, m1 = tl.full((), 0xD2511F53, tl.uint64), tl.full((), 0xCD9E8D57, tl.uint64)
     for _ in tl.static_range(10):
-        low0, low1 = c0 * m0, c2 * m1
-        c0, c2 = tl.umulhi(c2, m1) ^ c1 ^ k0, tl.umulhi(c0, m0) ^ c3 ^ k1
-        c1, c3 = low1, low0
+        p0, p1 = c0.to(tl.uint64) * m0, c2.to(tl.uint64) * m1  # an instruction each
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
         k0 += tl.full((), 0x9E3779B9, tl.uint32)
         k1 += tl.full((), 0xBB67AE85, tl.uint32)
     return c0

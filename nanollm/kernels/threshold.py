@@ -11,34 +11,63 @@ mass. It is looked for among integer keys that order as the floats do, in the fi
 
 1. Where the tiles' maxima are enough by themselves, the answer is no lower. If few tiles reach what is left, they fit
    the registers of one program, which halves the range of keys until one is left.
-2. Before the logits are read, a sample of them tells a bracket in which the answer likely lies, and tile_stats counts
-   what is inside: in bins of 2**16 keys, which for bfloat16 is one value each. So the bins are the answer, or of
-   other types which bin it is in. Counts are integers: their order doesn't matter, and a row is cut at the same place
-   every time.
-3. One program a row passes over the tiles, and a pass leaves a quarter of the keys: slow, but for few rows.
+2. The tiles' masses tell what all weigh, and a sample of the logits where about the right part of that lies: in a
+   bracket with about one logit in a hundred. A second pass over the logits sums what is above the bracket and counts
+   what is inside, in bins of 2**16 keys, which for bfloat16 is one value each. Counts are integers: their order
+   doesn't matter, and a row is cut at the same place every time.
+3. One program a row passes over the tiles, and a pass leaves a quarter of the keys: slow, but for few rows, whose
+   bracket missed, or whose bins hold many values.
+
+The draw, a program a row too, does what is left to do after the second pass.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
-from nanollm.kernels.tile_stats import BIN, LOG2_E, TILE, TILE_SIZE, Guess, number_of
-from nanollm.kernels.token_rules import RowLogits, as_logits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
+from nanollm.kernels.token_rules import (
+    RowLogits,
+    as_float,
+    as_logits,
+    float_param,
+    has_rules,
+    int_param,
+    load_logits,
+)
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
 _SLACK = tl.constexpr(SLACK)
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(column) for column in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
 # Keys of numbers that were converted from this type are multiples of 2 to this power.
-_CELL_BITS = {torch.bfloat16: 16, torch.float16: 13}
-BINS = 512
-_BINS, _BIN, _RANGE = (tl.constexpr(value) for value in (BINS, BIN, BINS * BIN))
+CELL_BITS = {torch.bfloat16: 16, torch.float16: 13}
+BINS, BIN_BITS = 256, 16  # a bin holds two to this power of keys
+NUM_BINS, _BIN_BITS, _BIN = (tl.constexpr(value) for value in (BINS, BIN_BITS, 1 << BIN_BITS))
 FEW = 64  # tiles that fit the registers of a program
 _FEW = tl.constexpr(FEW)
-_ERRORS = tl.constexpr(4.0)  # standard errors of a sample that a bracket allows for
+PIECE = 32  # neighbours that a sample takes together
+_PIECE, _RATIO = tl.constexpr(PIECE), tl.constexpr(4)
+_ERRORS = tl.constexpr(4.5)  # standard errors of a sample that a bracket allows for
+# What is known of a row that the draw must settle, int32 words: whether it is one, the bracket [FROM, TO) if TO is
+# more, the least key that the answer may have, and the bits of the largest logit and of the total mass.
+STATE_WORDS = 8
+_OPEN, _FROM, _TO, _LOW, _PEAK, _TOTAL = (tl.constexpr(i) for i in range(6))
+STATE_SIZE = tl.constexpr(STATE_WORDS)
+
+
+@dataclass
+class Limits:
+    """threshold_S: float32, the smallest logit that each row's filters keep; of some rows only once draw has been
+    given these limits. state_SW, bins_SB (int32), above_SP (float32, a part's mass above the bracket): for draw."""
+
+    threshold_S: Tensor
+    state_SW: Tensor | None = None
+    bins_SB: Tensor | None = None
+    above_SP: Tensor | None = None
 
 
 def cut(rows: RowLogits, x_SC: Tensor, count_SC: Tensor) -> Tensor:
@@ -82,69 +111,71 @@ def _key(x):
 
 
 @triton.jit
+def _number_of(key):
+    """The inverse of _key."""
+    magnitude = tl.where(key < 0, -key, key)
+    return (magnitude | (key & -(2**31))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _key_up(x, cell):
     """The first multiple of cell that is no smaller than the key of x."""
     return (_key(x) + (cell - 1)) & -cell
 
 
-@triton.jit(do_not_specialize_on_alignment=["bracket_2S", "rows_S"])
-def _guess_kernel(
-    bracket_2S, bins_BS, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
-    SAMPLED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    s, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.load(rows_S + s)
-    temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
-    top_p = float_param(params_RP, row, _TOP_P)
-    counting = (top_k > 0) & (top_k < size)
-    from_key, to_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    if (temperature > 0) & tl.where(counting, top_k > _FEW, top_p < 1):
-        # The whole sample tells the mass of all tokens; every fourth of its tiles is enough to tell where it lies.
-        i = tl.arange(0, SAMPLED * TILE_SIZE)
-        step = num_tiles // SAMPLED * TILE_SIZE
-        column = i // TILE_SIZE * step + i % TILE_SIZE
-        logits = logits_SV + s * row_stride
-        all = as_logits(tl.load(logits + column, mask=column < size, other=float("-inf")))
-        j = tl.arange(0, SAMPLED // 4 * TILE_SIZE)
-        column = j // TILE_SIZE * (4 * step) + j % TILE_SIZE
-        some = as_logits(tl.load(logits + column, mask=column < size, other=float("-inf")))
-        peak, least = tl.max(all, 0), tl.min(tl.where(some > float("-inf"), some, float("inf")), 0)
-        if (least < peak) & (peak < float("inf")):
-            scale = tl.where(counting, 0.0, LOG2_E / temperature)
-            weight = tl.where(all > float("-inf"), tl.exp2((all - peak) * scale), 0.0)
-            mass = tl.sum(weight, 0) * 0.25
-            error = _ERRORS * tl.sqrt(tl.sum(weight * weight, 0)) * 0.25 / mass
-            above = top_k * (SAMPLED // 4 * TILE_SIZE / size)
-            below = (1 - top_p) * mass / (1 + error)
-            below = tl.where(counting, mass - above - _ERRORS * tl.sqrt(above) - 4, below)
-            # Where few tokens have most of the mass, a sample rather misses them: more than twice the error.
-            most_below = below * (1 + error) * (1 + error) * (1 + error * error)
-            # At the answer all tokens together would weigh more than those below it do.
-            bound = peak + tl.log2(below / (SAMPLED // 4 * TILE_SIZE)) / scale
-            least = tl.where(counting, least, tl.maximum(bound, least))
-            from_x, to_x, step_x = least, least, peak - least
-            weight = tl.where(some > float("-inf"), tl.exp2((some - peak) * scale), 0.0)
-            for _ in range(8):
-                step_x *= 0.5
-                less = tl.where(some < from_x + step_x, weight, 0.0)
-                more = tl.where(some < to_x + step_x, weight, 0.0)
-                less, more = tl.split(tl.sum(tl.join(less, more), 0))  # together: one barrier for both
-                from_x += tl.where(less < below, step_x, 0.0)
-                to_x += tl.where(more < most_below, step_x, 0.0)
-            from_key, to_key = _key(from_x) & -_BIN, _key_up(to_x + step_x, _BIN) + _BIN
-            # Of one sign: positive numbers, or if there are none, negative ones. And no more than the bins hold.
-            from_key = tl.where((from_key <= 0) & (to_key > _BIN), _BIN, from_key)
-            most = tl.minimum(from_key.to(tl.int64) + _RANGE, 0x7F800000).to(tl.int32)
-            to_key = tl.where(counting, most, tl.minimum(to_key, most))
-            to_key = tl.where((from_key <= 0) & (to_key > 0), 0, to_key)
-            to_key = tl.maximum(from_key, to_key)
-            bin = tl.arange(0, _BINS)
-            tl.store(bins_BS + bin * num_rows + s, tl.zeros((_BINS,), tl.int32))
-    tl.store(bracket_2S + s, from_key)
-    tl.store(bracket_2S + num_rows + s, to_key)
+@triton.jit
+def _takes_a_pass(temperature, top_k, top_p, size):
+    """Whether a row may have to be read a second time."""
+    return (temperature > 0) & tl.where((top_k > 0) & (top_k < size), top_k > _FEW, top_p < 1)
+
+
+@triton.jit
+def _sample(logits, scratch, size, ruled, PIECES: tl.constexpr, HAS_RULES: tl.constexpr):
+    """PIECES * PIECE of the row's logits, from all over it."""
+    i = tl.arange(0, PIECES * _PIECE)
+    column = i // _PIECE * (size // _PIECE) // PIECES * _PIECE + i % _PIECE
+    return load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+
+
+@triton.jit
+def _bracket(all, some, peak, total, scale, counting, top_k, top_p, size):
+    """[from_key, to_key) in which a sample says that the answer lies; some: one in _RATIO of all the sample."""
+    # What is small tells least of the mass, so the mass below the answer is known best; and of tokens, the few above.
+    weight = tl.where(some > float("-inf"), tl.exp2((some - peak) * scale), 0.0)
+    share = some.shape[0] / size
+    above = top_k * share
+    middle = tl.where(counting, tl.sum(weight, 0) - above, (1 - top_p) * total * share)
+    off = tl.where(counting, _ERRORS * tl.sqrt(above) + _ERRORS, 0.15 * middle)
+    highest = tl.minimum(tl.max(some, 0), peak)
+    least = tl.min(tl.where(some > float("-inf"), some, highest), 0)
+    # Where all tokens together would weigh no more than what is below the answer, the answer isn't.
+    bound = peak + tl.log2(tl.maximum(1 - top_p, 1e-6) * total / size) / scale
+    least = tl.minimum(tl.where(counting, least, tl.maximum(bound, least)), highest)
+    from_x, to_x, step = least, least, highest - least
+    for _ in range(8):
+        step *= 0.5
+        less = tl.where(some < from_x + step, weight, 0.0)
+        more = tl.where(some < to_x + step, weight, 0.0)
+        less, more = tl.split(tl.sum(tl.join(less, more), 0))  # together: one barrier for both
+        from_x += tl.where(less < middle - off, step, 0.0)
+        to_x += tl.where(more < middle + off, step, 0.0)
+    to_x += step
+    if not counting:
+        # All of the sample, at these two; and in between the mass is nearly a straight line.
+        each = tl.where(all < to_x, tl.exp2((all - peak) * scale), 0.0)
+        less, more = tl.split(tl.sum(tl.join(tl.where(all < from_x, each, 0.0), each), 0))
+        off = _ERRORS * tl.sqrt(tl.sum(each * each, 0)) + 0.01 * _RATIO * middle
+        if more > less:
+            slope = (to_x - from_x) / (more - less)
+            to_x = from_x + (_RATIO * middle + off - less) * slope
+            from_x += (_RATIO * middle - off - less) * slope
+    from_key, to_key = _key(from_x) & -_BIN, _key_up(to_x, _BIN) + _BIN
+    # Of one sign: positive numbers, or if there are none, negative ones. And no more than the bins hold.
+    from_key = tl.where((from_key <= 0) & (to_key > _BIN), _BIN, from_key)
+    most = tl.minimum(from_key.to(tl.int64) + NUM_BINS * _BIN, 0x7F800000).to(tl.int32)
+    to_key = tl.where(counting, most, tl.minimum(to_key, most))
+    to_key = tl.where((from_key <= 0) & (to_key > 0), 0, to_key)
+    return from_key, tl.maximum(from_key, to_key)
 
 
 @triton.jit
@@ -152,7 +183,7 @@ def _bisect(x, weight, target, low, high, cell):
     """The largest key at or above which the weights of x are enough, of low, low + cell, … below high; low if none."""
     while high.to(tl.int64) - low > cell:
         middle = low + (((high - low).to(tl.uint32, bitcast=True) >> 1).to(tl.int32) & -cell)
-        enough = tl.sum(tl.where(x >= number_of(middle), weight, 0.0)) >= target
+        enough = tl.sum(tl.where(x >= _number_of(middle), weight, 0.0)) >= target
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
     return low
@@ -161,15 +192,15 @@ def _bisect(x, weight, target, low, high, cell):
 @triton.jit
 def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cell):
     """low and high as near as the bins tell: a token may be any number of its bin. above: what larger ones weigh."""
-    bin = tl.arange(0, _BINS)
-    start = from_key + bin * _BIN
-    inside = (start < to_key) & (count > 0)
-    lightest = tl.exp2((number_of(start) - peak) * scale)
-    heaviest = tl.exp2((number_of(start + (_BIN - cell)) - peak) * scale)
-    at_least = above + tl.cumsum(tl.where(inside, count * lightest, 0.0).to(tl.float64), 0, reverse=True)
-    at_most = above + tl.cumsum(tl.where(inside, count * heaviest, 0.0).to(tl.float64), 0, reverse=True)
+    start = from_key + tl.arange(0, NUM_BINS) * _BIN
+    lightest = tl.where(count > 0, count * tl.exp2((_number_of(start) - peak) * scale), 0.0)
+    at_least = above + tl.cumsum(lightest.to(tl.float64), 0, reverse=True)
     num_sure = tl.sum((at_least >= target).to(tl.int32), 0)
-    num_maybe = tl.sum((at_most >= target).to(tl.int32), 0)
+    num_maybe = num_sure
+    if cell < _BIN:
+        heaviest = tl.exp2((_number_of(start + (_BIN - cell)) - peak) * scale)
+        at_most = above + tl.cumsum(tl.where(count > 0, count * heaviest, 0.0).to(tl.float64), 0, reverse=True)
+        num_maybe = tl.sum((at_most >= target).to(tl.int32), 0)
     if above >= target:
         low = tl.maximum(low, to_key)
     else:
@@ -182,7 +213,7 @@ def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cel
 def _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES: tl.constexpr):
     """The logits of FEW of the wanted tiles, [FEW, 128]; -inf for tiles that aren't there."""
     i = first + tl.arange(0, _FEW)
-    tile = tl.load(tiles + i, mask=i < num_wanted, other=tl.cdiv(size, TILE_SIZE))
+    tile = tl.load(tiles + i, mask=i < num_wanted, other=tl.cdiv(size, TILE_SIZE)).to(tl.int32)
     column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
     return load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
 
@@ -218,7 +249,7 @@ def _search(
         step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
         a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
         from_a, from_b, from_c = _sums_from(
-            number_of(a), number_of(b), number_of(c), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
+            _number_of(a), _number_of(b), _number_of(c), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
             HAS_RULES,
         )  # fmt: skip
         if from_b >= target:
@@ -230,22 +261,43 @@ def _search(
     return low
 
 
-@triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "bracket_2S"])
+@triton.jit
+def _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES: tl.constexpr):
+    """Writes down the tiles that reach low, and returns how many they are."""
+    t = tl.arange(0, ALL_TILES)
+    top = tl.load(max_N + t, mask=t < num_tiles, other=float("-inf"))
+    wanted = ((top >= _number_of(low)) & (t < num_tiles)).to(tl.int32)
+    tl.debug_barrier()
+    tl.store(tiles + tl.cumsum(wanted, 0) - 1, t, mask=wanted > 0)
+    tl.debug_barrier()
+    return tl.sum(wanted, 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
-    threshold_S, tiles_SN, max_SN, mass_SN, above_SN, bins_BS, bracket_2S, scratch_SV, logits_SV, rows_S, params_RP,
-    size, row_stride, num_tiles,
-    HAS_RULES: tl.constexpr, GUESSES: tl.constexpr, ALL_TILES: tl.constexpr, CELL_BITS: tl.constexpr,
+    threshold_S, state_SW, bins_SB, tiles_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, params_RP, size,
+    row_stride, num_tiles,
+    HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, CELL_BITS: tl.constexpr, PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    s, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_S + s)
     temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
     top_p, min_p = float_param(params_RP, row, _TOP_P), float_param(params_RP, row, _MIN_P)
     ruled = has_rules(params_RP, row, HAS_RULES)
+    logits, scratch, tiles = logits_SV + s * row_stride, scratch_SV + s * size, tiles_SN + s * ALL_TILES
+    state = state_SW + s * STATE_SIZE
+    if PIECES:
+        samples = _takes_a_pass(temperature, top_k, top_p, size)
+        all = tl.full((PIECES * _PIECE,), float("-inf"), tl.float32)
+        some = tl.full((PIECES * _PIECE // _RATIO,), float("-inf"), tl.float32)
+        if samples & (not ruled):  # already: they are older than what the kernel before this one writes
+            all = _sample(logits, scratch, size, False, PIECES, False)
+            some = _sample(logits, scratch, size, False, PIECES // _RATIO, False)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    threshold = tl.full((), float("-inf"), tl.float32)
+    threshold, open = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
         t = tl.arange(0, ALL_TILES)
         top = tl.load(max_SN + s * num_tiles + t, mask=t < num_tiles, other=float("-inf"))
@@ -255,136 +307,217 @@ def _threshold_kernel(
         counting = (top_k > 0) & (top_k < size)
         if (peak > float("-inf")) & (peak < float("inf")):
             threshold = peak + temperature * tl.log(min_p)
-        if (peak > float("-inf")) & (peak < float("inf")) & (counting | (top_p < 1)):
-            logits, scratch, tiles = logits_SV + s * row_stride, scratch_SV + s * size, tiles_SN + s * ALL_TILES
-            fraction = tl.maximum(top_p - _SLACK, _SLACK / 10)
-            scale = LOG2_E / temperature
-            total = tl.sum(mass * tl.exp2((top - peak) * scale), 0)
-            cell = tl.where(ruled, 1, 1 << CELL_BITS)
-            low, high = _key_up(threshold, cell), _key(peak) + cell
-            total_is_known = threshold == float("-inf")
-            # What one of each tile is enough for
-            lowest = tl.min(tl.where(top > float("-inf"), top, peak), 0)
-            weight = tl.exp2((tl.maximum(top, lowest) - peak) * tl.where(counting, 0.0, scale))
-            weight = tl.where(top > float("-inf"), weight, 0.0)
-            target = tl.where(counting, top_k.to(tl.float32), total * fraction)
-            if (counting | total_is_known) & (tl.sum(weight, 0) >= target):
-                low = tl.maximum(low, _bisect(top, weight, target, _key(lowest), high, cell))
-            wanted = (top >= number_of(low)) & (t < num_tiles)
-            num_wanted = tl.sum(wanted.to(tl.int32), 0)
-            tl.store(tiles + tl.cumsum(wanted.to(tl.int32), 0) - 1, t, mask=wanted)
-            tl.debug_barrier()
-            if num_wanted <= _FEW:
-                x = _load_few(tiles, 0, num_wanted, logits, scratch, size, ruled, HAS_RULES)
-                if counting:
-                    one = tl.where(x >= number_of(low), 1.0, 0.0)
-                    low = _bisect(x, one, target, low, high, cell)
-                    threshold = tl.maximum(threshold, number_of(low))
-                if top_p < 1:
-                    kept = tl.where(x >= threshold, tl.exp2((x - peak) * scale), 0.0)
-                    known = total_is_known & (not counting)
-                    enough = tl.where(known, total, tl.sum(kept)) * fraction
-                    threshold = tl.maximum(threshold, number_of(_bisect(x, kept, enough, low, high, cell)))
-            else:
-                from_key, to_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-                count, above = tl.zeros((_BINS,), tl.float32), tl.full((), 0.0, tl.float64)
-                if GUESSES:
-                    from_key, to_key = tl.load(bracket_2S + s), tl.load(bracket_2S + num_rows + s)
-                if to_key > from_key:
-                    count = tl.load(bins_BS + tl.arange(0, _BINS) * num_rows + s).to(tl.float32)
-                    above = tl.load(above_SN + s * num_tiles + t, mask=t < num_tiles, other=0.0)
-                    above = tl.sum(above * tl.exp2((top - peak) * scale), 0).to(tl.float64)
-                all_in_bins = (to_key > _key(peak)) & (from_key < to_key)
-                if counting:
-                    stop = high
-                    if all_in_bins:
-                        low, stop = _by_bins(from_key, to_key, count, 0.0, peak, 0.0, target, low, high, cell)
-                    low = _search(
-                        low, stop, cell, target, tiles, num_wanted, logits, scratch, size, peak, 0.0, ruled, HAS_RULES
-                    )  # fmt: skip
-                    threshold = tl.maximum(threshold, number_of(low))
-                if top_p < 1:
-                    if counting | (not total_is_known):
-                        total, _, _ = _sums_from(
-                            threshold, threshold, threshold, tiles, num_wanted, logits, scratch, size, peak, scale,
-                            ruled, HAS_RULES,
-                        )  # fmt: skip
-                    enough = total * fraction
-                    if to_key > from_key:
-                        low, high = _by_bins(from_key, to_key, count, above, peak, scale, enough, low, high, cell)
-                    low = _search(
-                        low, high, cell, enough, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES
-                    )  # fmt: skip
-                    threshold = tl.maximum(threshold, number_of(low))
+            if counting | (top_p < 1):
+                scale = LOG2_E / temperature
+                weight = tl.where(top > float("-inf"), tl.exp2((top - peak) * tl.where(counting, 0.0, scale)), 0.0)
+                weight, total = tl.split(tl.sum(tl.join(weight, mass * tl.exp2((top - peak) * scale)), 0))
+                fraction = tl.maximum(top_p - _SLACK, _SLACK / 10)
+                cell = tl.where(ruled, 1, 1 << CELL_BITS)
+                low, high = _key_up(threshold, cell), _key(peak) + cell
+                total_is_known = (threshold == float("-inf")) & (not counting)
+                target = tl.where(counting, top_k.to(tl.float32), total * fraction)
+                # What one of each tile is enough for. Of many tokens it doesn't leave few tiles.
+                if tl.where(counting, top_k <= _FEW, total_is_known) & (weight >= target):
+                    lowest = tl.min(tl.where(top > float("-inf"), top, peak), 0)
+                    each = tl.exp2((tl.maximum(top, lowest) - peak) * tl.where(counting, 0.0, scale))
+                    each = tl.where(top > float("-inf"), each, 0.0)
+                    low = tl.maximum(low, _bisect(top, each, target, _key(lowest), high, cell))
+                wanted = ((top >= _number_of(low)) & (t < num_tiles)).to(tl.int32)
+                num_wanted = tl.sum(wanted, 0)
+                if num_wanted <= _FEW:
+                    tl.store(tiles + tl.cumsum(wanted, 0) - 1, t, mask=wanted > 0)
+                    tl.debug_barrier()
+                    x = _load_few(tiles, 0, num_wanted, logits, scratch, size, ruled, HAS_RULES)
+                    if counting:
+                        one = tl.where(x >= _number_of(low), 1.0, 0.0)
+                        low = _bisect(x, one, target, low, high, cell)
+                        threshold = tl.maximum(threshold, _number_of(low))
+                    if top_p < 1:
+                        kept = tl.where(x >= threshold, tl.exp2((x - peak) * scale), 0.0)
+                        enough = tl.where(total_is_known, total, tl.sum(kept)) * fraction
+                        threshold = tl.maximum(threshold, _number_of(_bisect(x, kept, enough, low, high, cell)))
+                else:
+                    open = tl.full((), 1, tl.int32)
+                    from_key, to_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+                    if PIECES:
+                        # Weights in the second pass are 2 to a difference of products, which must be exact enough.
+                        if samples & (counting | total_is_known) & (tl.abs(peak) * scale < 1e5):
+                            if ruled:
+                                all = _sample(logits, scratch, size, True, PIECES, HAS_RULES)
+                                some = _sample(logits, scratch, size, True, PIECES // _RATIO, HAS_RULES)
+                            from_key, to_key = _bracket(
+                                all, some, peak, total, tl.where(counting, 0.0, scale), counting, top_k, top_p, size,
+                            )  # fmt: skip
+                            tl.store(bins_SB + s * NUM_BINS + tl.arange(0, NUM_BINS), tl.zeros((NUM_BINS,), tl.int32))
+                    tl.store(state + _FROM, from_key)
+                    tl.store(state + _TO, to_key)
+                    tl.store(state + _LOW, low)
+                    tl.store(state + _PEAK, peak.to(tl.int32, bitcast=True))
+                    tl.store(state + _TOTAL, total.to(tl.int32, bitcast=True))
+    tl.store(state + _OPEN, open)
     tl.store(threshold_S + s, threshold)
 
 
-def _guess_triton(rows: RowLogits, sampled: int = 128, num_warps: int = 8) -> Guess | None:
-    num_rows, size = rows.logits_SV.shape
-    num_tiles = -(-size // TILE)
-    if num_tiles < 2 * sampled or not num_rows:
-        return None
-    bracket_2S, bins_BS = (rows.state.params_RP.new_empty(n, num_rows) for n in (2, BINS))
-    _guess_kernel[(num_rows,)](
-        bracket_2S,
-        bins_BS,
-        rows.logits_SV,
-        rows.rows_S,
-        rows.state.params_RP,
-        size,
-        rows.logits_SV.stride(0),
-        num_tiles,
-        SAMPLED=sampled,
-        num_warps=num_warps,
-        **overlap(bins_BS.device),
-    )
-    return Guess(bracket_2S, bins_BS, rows.logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32))
+@triton.jit(do_not_specialize_on_alignment=["rows_S"])
+def _second_pass_kernel(
+    above_SP, bins_SB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
+    HAS_RULES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # The last tiles first, for they are still in the cache. Rows are adjacent in both orders.
+    s, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    part = num_parts - 1 - tl.program_id(1)
+    row = tl.load(rows_S + s)
+    temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
+    takes_a_pass = _takes_a_pass(temperature, top_k, float_param(params_RP, row, _TOP_P), size)
+    ruled = has_rules(params_RP, row, HAS_RULES)
+    column = (part * TILES + tl.arange(0, TILES)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+    x = tl.full((TILES, TILE_SIZE), float("-inf"), tl.float32)
+    if takes_a_pass & (not ruled):  # already: while the brackets are being found
+        x = as_float(tl.load(logits_SV + s * row_stride + column, mask=column < size, other=float("-inf")))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    state = state_SW + s * STATE_SIZE
+    from_key, to_key = tl.load(state + _FROM), tl.load(state + _TO)
+    if takes_a_pass & (tl.load(state + _OPEN) > 0) & (to_key > from_key):
+        if ruled:
+            x = load_logits(logits_SV, scratch_SV + s * size, column, column < size, True, HAS_RULES)
+        peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
+        scale = tl.where((top_k > 0) & (top_k < size), 0.0, LOG2_E / temperature)
+        shift = peak * scale
+        # NaN is not above anything, nor in any bin.
+        weight = tl.where(x >= _number_of(to_key), tl.exp2(tl.fma(x, scale, -shift)), 0.0)
+        above = tl.sum(weight) * tl.exp2(tl.fma(peak, -scale, shift))  # what the shift was rounded by
+        tl.store(above_SP + s * num_parts + part, above)
+        # Key - from_key. Numbers of the other sign come out as no less than the width.
+        sign = tl.where(from_key < 0, -1, 1)
+        offset = x.to(tl.int32, bitcast=True) * sign + (tl.where(from_key < 0, -2147483648, 0) - from_key)
+        # In any order, so that nothing moves between threads.
+        offset = tl.reshape(offset, (TILES * TILE_SIZE,), can_reorder=True)
+        inside = offset.to(tl.uint32, bitcast=True) < (to_key - from_key).to(tl.uint32, bitcast=True)
+        tl.atomic_add(bins_SB + s * NUM_BINS + (offset >> _BIN_BITS), 1, mask=inside, sem="relaxed")
 
 
-def guess_cuts(rows: RowLogits) -> Guess | None:
-    """What makes tile_stats find more, which makes threshold quick; None where that isn't worth it."""
-    return _guess_triton(rows) if runs_triton(rows.logits_SV) else None
+@triton.jit
+def settled(
+    threshold, tiles, state, bins, above, num_parts, max_N, logits, scratch, params_RP, row, size, num_tiles,
+    HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, PARTS: tl.constexpr, CELL_BITS: tl.constexpr,
+):  # fmt: skip
+    """A row's threshold, after the second pass, and further ones if needed. All are pointers to what the row has."""
+    if tl.load(state + _OPEN) > 0:
+        temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
+        top_p, ruled = float_param(params_RP, row, _TOP_P), has_rules(params_RP, row, HAS_RULES)
+        from_key, to_key, low = tl.load(state + _FROM), tl.load(state + _TO), tl.load(state + _LOW)
+        peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
+        total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
+        counting, found = (top_k > 0) & (top_k < size), to_key > from_key
+        scale, fraction = LOG2_E / temperature, tl.maximum(top_p - _SLACK, _SLACK / 10)
+        cell = tl.where(ruled, 1, 1 << CELL_BITS)
+        high = _key(peak) + cell
+        count, larger = tl.zeros((NUM_BINS,), tl.float32), tl.full((), 0.0, tl.float64)
+        if found:
+            count = tl.load(bins + tl.arange(0, NUM_BINS)).to(tl.float32)
+            part = tl.arange(0, PARTS)
+            larger = tl.sum(tl.load(above + part, mask=part < num_parts, other=0.0).to(tl.float64), 0)
+        num_wanted = tl.full((), -1, tl.int32)  # not yet written down
+        if counting:
+            stop, target = high, top_k.to(tl.float32)
+            if found:
+                low, stop = _by_bins(from_key, to_key, count, larger, peak, 0.0, target, low, stop, cell)
+            if stop.to(tl.int64) - low > cell:
+                num_wanted = _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES)
+                low = _search(
+                    low, stop, cell, target, tiles, num_wanted, logits, scratch, size, peak, 0.0, ruled, HAS_RULES
+                )  # fmt: skip
+            threshold = tl.maximum(threshold, _number_of(low))
+        if top_p < 1:
+            if counting | (threshold > float("-inf")):
+                start = from_key + tl.arange(0, NUM_BINS) * _BIN
+                if found & (larger == 0) & (cell == _BIN):
+                    total = tl.sum(
+                        tl.where(
+                            (count > 0) & (start >= _key_up(threshold, cell)),
+                            count * tl.exp2((_number_of(start) - peak) * scale),
+                            0.0,
+                        ),
+                        0,
+                    )
+                else:
+                    num_wanted = _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES)
+                    total, _, _ = _sums_from(
+                        threshold, threshold, threshold, tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
+                        HAS_RULES,
+                    )  # fmt: skip
+            enough = total * fraction
+            if found & ((larger == 0) | (not counting)):
+                low, high = _by_bins(from_key, to_key, count, larger, peak, scale, enough, low, high, cell)
+            if high.to(tl.int64) - low > cell:
+                if num_wanted < 0:
+                    num_wanted = _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES)
+                low = _search(
+                    low, high, cell, enough, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES
+                )  # fmt: skip
+            threshold = tl.maximum(threshold, _number_of(low))
+    return threshold
 
 
 def _threshold_triton(
-    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, guess: Guess | None = None, num_warps: int = 16
-) -> Tensor:
+    rows: RowLogits,
+    max_SN: Tensor,
+    mass_SN: Tensor,
+    passes: bool = True,
+    pieces: int = 256,
+    tiles: int = 32,
+    num_warps: int = 16,
+    pass_warps: int = 4,
+) -> Limits:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
+    passes = passes and size >= 2 * pieces * PIECE
+    ints, parts = rows.state.params_RP.new_empty, -(-num_tiles // tiles)
+    limits = Limits(
+        max_SN.new_empty(num_rows), ints(num_rows, STATE_WORDS), ints(num_rows, BINS), max_SN.new_empty(num_rows, parts)
+    )
     all_tiles = max(power_of_2(num_tiles), TILE)
-    threshold_S = max_SN.new_empty(num_rows)
-    found = (max_SN, max_SN, rows.rows_S) if guess is None else (guess.above_SN, guess.bins_BS, guess.bracket_2S)
+    scratch_SV = rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV
+    logits = (scratch_SV, rows.logits_SV, rows.rows_S, rows.state.params_RP, size, rows.logits_SV.stride(0), num_tiles)
     if num_rows:
         _threshold_kernel[(num_rows,)](
-            threshold_S,
-            max_SN.new_empty(num_rows, all_tiles, dtype=torch.int32),
+            limits.threshold_S,
+            limits.state_SW,
+            limits.bins_SB,
+            ints(num_rows, all_tiles),
             max_SN,
             mass_SN,
-            *found,
-            rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV,
-            rows.logits_SV,
-            rows.rows_S,
-            rows.state.params_RP,
-            size,
-            rows.logits_SV.stride(0),
-            num_tiles,
+            *logits,
             HAS_RULES=rows.has_rules,
-            GUESSES=guess is not None,
             ALL_TILES=all_tiles,
-            CELL_BITS=_CELL_BITS.get(rows.logits_SV.dtype, 0),
+            CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
+            PIECES=pieces * passes,
             num_warps=num_warps,
             maxnreg=1024 // num_warps,  # two programs fit a multiprocessor, so 256 rows an H200
             **overlap(max_SN.device),
         )
-    return threshold_S
+        if passes:
+            _second_pass_kernel[(num_rows, parts)](
+                limits.above_SP,
+                limits.bins_SB,
+                limits.state_SW,
+                *logits,
+                HAS_RULES=rows.has_rules,
+                TILES=tiles,
+                num_warps=pass_warps,
+                **overlap(max_SN.device),
+            )
+    return limits
 
 
-def threshold(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, guess: Guess | None = None) -> Tensor:
-    """The smallest logit (with the rules applied) that each row's filters keep: float32 [S], -inf without filters.
+def threshold(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, passes: bool = True) -> Limits:
+    """The smallest logit (with the rules applied) that each row's filters keep, -inf without filters.
 
-    max_SN, mass_SN: of tile_stats, of the same rows, and what it found of a guess. Rows without filters, and of
-    temperature 0, leave at once. A guess changes nothing but the time it takes.
+    max_SN, mass_SN: of tile_stats, of the same rows. Rows without filters, and of temperature 0, leave at once.
+    passes: whether some row may need a second pass: False changes nothing but the time that it takes.
     """
     if runs_triton(rows.logits_SV):
-        return _threshold_triton(rows, max_SN, mass_SN, guess)
-    return threshold_reference(rows)
+        return _threshold_triton(rows, max_SN, mass_SN, passes)
+    return Limits(threshold_reference(rows))

@@ -146,11 +146,17 @@ def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
-def as_logits(x):
-    """Logits as they came, float32; NaN as -inf."""
+def as_float(x):
+    """Logits as they came, float32."""
     if x.dtype == tl.bfloat16:  # an instruction less than a cast
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return tl.maximum(x.to(tl.float32), float("-inf"))  # the instruction ignores NaN
+    return x.to(tl.float32)
+
+
+@triton.jit
+def as_logits(x):
+    """Logits as they came, float32; NaN as -inf."""
+    return tl.maximum(as_float(x), float("-inf"))  # the instruction ignores NaN
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from torch import Tensor
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.advance_rows import advance_rows
 from nanollm.kernels.backend import runs_triton
-from nanollm.kernels.draw import draw, read_and_draw
-from nanollm.kernels.threshold import cut, guess_cuts, threshold
+from nanollm.kernels.draw import draw
+from nanollm.kernels.threshold import Limits, cut, threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.sampling_params import RULES, TEMPERATURE
@@ -71,27 +71,26 @@ class Sampler:
         rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._vocab.start)
         if not runs_triton(logits_r):
             rows = rows.processed()  # once for all that follows
-        limit_S = None
+        limits = None
         if filters is Filters.NONE:
-            id_S = self.tp.best_of_ranks(*read_and_draw(rows))
+            id_S = self.tp.best_of_ranks(*draw(rows, *tile_stats(rows)))
         elif filters is Filters.ALL or self.tp.size == 1:
             whole = rows
             if self.tp.size > 1:
                 tile_stats(rows)  # which applies the rules
                 whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
                 whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
-            guess = guess_cuts(whole) if filters is Filters.ALL else None  # others cut among few
-            stats = tile_stats(whole, guess)
-            limit_S = threshold(whole, *stats, guess)
-            _, id_S = draw(whole, *stats, limit_S)
+            stats = tile_stats(whole)
+            limits = threshold(whole, *stats, passes=filters is Filters.ALL)
+            _, id_S = draw(whole, *stats, limits)
         else:
             stats = tile_stats(rows)
-            limit_S = self._merged_threshold(rows)
-            id_S = self.tp.best_of_ranks(*draw(rows, *stats, limit_S))
+            limits = Limits(self._merged_threshold(rows))
+            id_S = self.tp.best_of_ranks(*draw(rows, *stats, limits))
         wanted = None
         if logprobs is not None:
             index_L, num_top = logprobs
-            x_LV = logits_r if self._mode.startswith("raw") else _drawn_from(rows, limit_S)
+            x_LV = logits_r if self._mode.startswith("raw") else _drawn_from(rows, limits)
             as_logits = self._mode.endswith("logits")
             wanted = self.token_logprobs(x_LV[index_L], id_S[index_L], num_top, as_logits=as_logits)
         advance_rows(id_S, rows_S, positions_S, self.state, self._last_token_R, self._vocab.start)
@@ -147,9 +146,9 @@ def _processed(rows: RowLogits) -> Tensor:
     return torch.where(rows.ints(RULES)[:, None] != 0, rows.scratch_SV, rows.logits_SV.float())
 
 
-def _drawn_from(rows: RowLogits, limit_S: Tensor | None) -> Tensor:
+def _drawn_from(rows: RowLogits, limits: Limits | None) -> Tensor:
     """Float32 [S, V_r]: the logits over the temperature, -inf where a filter dropped them."""
     x_SV, temperature_S1 = _processed(rows), rows.floats(TEMPERATURE)[:, None]
-    if limit_S is not None:
-        x_SV = x_SV.where(x_SV >= limit_S[:, None], float("-inf"))
+    if limits is not None:
+        x_SV = x_SV.where(x_SV >= limits.threshold_S[:, None], float("-inf"))
     return x_SV / temperature_S1.where(temperature_S1 > 0, 1.0)

@@ -14,7 +14,7 @@ from nanollm import sampling_params
 from nanollm.kernels.advance_rows import _advance_rows_triton, advance_rows_reference
 from nanollm.kernels.backend import tl, triton
 from nanollm.kernels.decode_attention import Launch, NewTokens, _decode_attention_triton
-from nanollm.kernels.draw import _draw_triton, _read_and_draw_triton, draw_reference
+from nanollm.kernels.draw import _draw_triton, draw_reference
 from nanollm.kernels.embedding import _embedding_triton
 from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
@@ -30,7 +30,7 @@ from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, r
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton, skinny_matmul_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
-from nanollm.kernels.threshold import _guess_triton, _threshold_triton, threshold_reference
+from nanollm.kernels.threshold import Limits, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
 from nanollm.sampling_params import (
@@ -329,7 +329,7 @@ def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtyp
     torch.testing.assert_close(mass, expected[1], rtol=2e-5, atol=0)
 
 
-def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, guesses: bool = True) -> None:
+def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, passes: bool = True) -> None:
     """The same kept set as the definition's, which sorts in float64.
 
     exact: False allows what float32 sums of the mass allow: the set of another top_p, 2e-6 away.
@@ -337,9 +337,10 @@ def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, 
     num_rows = len(logits)
     index = torch.arange(num_rows, device=logits.device)
     rows = RowLogits(logits, index, index + 3, state)
-    guess = _guess_triton(rows) if guesses else None
-    stats = _tile_stats_triton(rows, guess)
-    found = _threshold_triton(rows, *stats, guess)
+    stats = _tile_stats_triton(rows)
+    limits = _threshold_triton(rows, *stats, passes)
+    _draw_triton(rows, *stats, limits)  # which settles what is open
+    found = limits.threshold_S
     x = rows.processed().logits_SV
     if exact:
         expected = [threshold_reference(rows)] * 2
@@ -414,8 +415,8 @@ def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> N
     exact = dtype != torch.float32 and size < 50_000  # a boundary of many values may fall within float32 rounding
     logits = adversarial_logits(FILTERED, size, kind, device, dtype)
     logits[:, 7:8] = float("nan")
-    for guesses in (True, False):
-        check_threshold(logits, state, exact=exact, guesses=guesses)
+    for passes in (True, False):
+        check_threshold(logits, state, exact=exact, passes=passes)
 
 
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
@@ -435,11 +436,11 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
     index = torch.arange(num_rows, device=device)
     rows = RowLogits(logits, index, index + 3, state, first_id)
     stats = _tile_stats_triton(rows)
-    limit = threshold_reference(rows)
-    draws = [_draw_triton(rows, *stats, limit)]
+    limits = Limits(threshold_reference(rows))
+    draws = [_draw_triton(rows, *stats, limits), _draw_triton(rows, *stats, _threshold_triton(rows, *stats))]
     if not filtered:
-        draws += [_read_and_draw_triton(rows) for _ in range(2)]  # the second finds the counts that the first left
-    expected_value, expected_id = draw_reference(rows, *stats, limit)
+        draws.append(_draw_triton(rows, *stats))
+    expected_value, expected_id = draw_reference(rows, *stats, limits)
     for value, token_id in draws:
         # A near tie may fall either way, by the rounding of logarithms; with few random rows there is none.
         assert torch.equal(token_id, expected_id)
@@ -457,9 +458,9 @@ def check_ties(*, device: str) -> None:
     logits[4] = float("nan")
     index = torch.arange(5, device=device)
     rows = RowLogits(logits, index, index, make_state(5, 5001, device, TEMPERATURE=[0.0]), 384)
-    limit = threshold_reference(rows)
-    for _, token_id in (_draw_triton(rows, *_tile_stats_triton(rows), limit), _read_and_draw_triton(rows)):
-        assert token_id.tolist() == [384, 2883, 5384, -1, -1]
+    limits = Limits(threshold_reference(rows))
+    for of in (None, limits):
+        assert _draw_triton(rows, *_tile_stats_triton(rows), of)[1].tolist() == [384, 2883, 5384, -1, -1]
 
 
 def check_advance_rows(*, device: str) -> None:

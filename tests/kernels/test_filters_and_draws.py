@@ -72,7 +72,7 @@ def test_filters_keep_what_a_plain_reference_keeps(size: int, kind: str) -> None
     logits = adversarial_logits(FILTERED, size, kind, "cpu", torch.bfloat16)
     index = torch.arange(FILTERED)
     rows = RowLogits(logits, index, index, make_state(FILTERED, size, **FILTERS))
-    limits = threshold(rows, *tile_stats(rows))
+    limits = threshold(rows, *tile_stats(rows)).threshold_S
     for row, (temperature, *filters) in enumerate(zip(*FILTERS.values(), strict=True)):
         kept = logits[row].float() >= limits[row]
         if temperature == 0:
@@ -87,7 +87,7 @@ def test_filters_keep_what_a_plain_reference_keeps(size: int, kind: str) -> None
 def test_top_p_of_ten_twenty_thirty_and_forty_per_cent(top_p: float, kept: list[int]) -> None:
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
     rows = RowLogits(logits, torch.tensor([0]), torch.tensor([1]), make_state(1, 4, TOP_P=[top_p]))
-    assert (logits[0] >= threshold(rows, *tile_stats(rows))).nonzero()[:, 0].tolist() == kept
+    assert (logits[0] >= threshold(rows, *tile_stats(rows)).threshold_S).nonzero()[:, 0].tolist() == kept
 
 
 def test_filters_keep_what_transformers_keeps() -> None:
@@ -99,7 +99,9 @@ def test_filters_keep_what_transformers_keeps() -> None:
         ({"MIN_P": [0.02]}, hf.MinPLogitsWarper(0.02)),
     ]:
         rows = RowLogits(logits, torch.tensor([0]), torch.tensor([1]), make_state(1, 5000, **columns))
-        assert torch.equal(logits >= threshold(rows, *tile_stats(rows)), warper(None, logits) > float("-inf"))
+        assert torch.equal(
+            logits >= threshold(rows, *tile_stats(rows)).threshold_S, warper(None, logits) > float("-inf")
+        )
 
 
 COMBINATIONS: dict[str, dict[str, list[float]]] = {
