@@ -128,7 +128,7 @@ def _draw_kernel(
     if temperature > 0:
         value = tl.where(possible, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
     key = tl.max(_keyed(value + 0.0, t), 0)
-    if LIMITED:
+    if LIMITED:  # noqa: SIM102
         if (temperature > 0) & (threshold > float("-inf")):
             # Of a tile's tokens some may be below the threshold: then its value is less than this one, but not less
             # than that of its largest token alone. The few tiles that may win so are looked at together.
@@ -172,17 +172,18 @@ def _draw_triton(
     all_tiles = max(power_of_2(num_tiles), TILE)
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
-    settles = limits is not None and limits.state_SW is not None
-    above_SP = limits.above_SP if settles else max_SN
+    limited, settles = limits is not None, limits is not None and limits.state_SW is not None
+    limits = limits or Limits(max_SN)
+    above_SP = max_SN if limits.above_SP is None else limits.above_SP
     if num_rows:
         _draw_kernel[(num_rows,)](
             value_S,
             id_S,
-            max_SN if limits is None else limits.threshold_S,
+            limits.threshold_S,
             limits.state_SW if settles else max_SN,
             limits.bins_SB if settles else max_SN,
             above_SP,
-            max_SN if limits is None else max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64),
+            max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64) if limited else max_SN,
             max_SN,
             mass_SN,
             rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV,
@@ -195,7 +196,7 @@ def _draw_triton(
             num_tiles,
             above_SP.shape[1],
             rows.first_id,
-            LIMITED=limits is not None,
+            LIMITED=limited,
             SETTLES=settles,
             HAS_RULES=rows.has_rules,
             ALL_TILES=all_tiles,

@@ -32,7 +32,6 @@ from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
 from nanollm.kernels.token_rules import (
     RowLogits,
     as_float,
-    as_logits,
     float_param,
     has_rules,
     int_param,
@@ -339,7 +338,7 @@ def _threshold_kernel(
                 else:
                     open = tl.full((), 1, tl.int32)
                     from_key, to_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-                    if PIECES:
+                    if PIECES:  # noqa: SIM102
                         # Weights in the second pass are 2 to a difference of products, which must be exact enough.
                         if samples & (counting | total_is_known) & (tl.abs(peak) * scale < 1e5):
                             if ruled:
@@ -358,44 +357,87 @@ def _threshold_kernel(
     tl.store(threshold_S + s, threshold)
 
 
+@triton.jit
+def _load_unchecked(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
+    """As load_logits, but NaN stays: it is not above anything, nor in any bin."""
+    if HAS_RULES and ruled:
+        x = tl.load(scratch + column, mask=mask, other=float("-inf"))
+    else:
+        x = as_float(tl.load(logits + column, mask=mask, other=float("-inf")))
+    return x
+
+
+@triton.jit
+def _three_least(x, ROWS: tl.constexpr):
+    """The three least of each eight neighbours of x [ROWS, 128], uint32: three [ROWS, 16]."""
+    a, b = tl.split(x.reshape(ROWS, TILE_SIZE // 2, 2))
+    least, second = tl.minimum(a, b), tl.maximum(a, b)
+    a, b = tl.split(least.reshape(ROWS, TILE_SIZE // 4, 2))
+    c, d = tl.split(second.reshape(ROWS, TILE_SIZE // 4, 2))
+    e, f = tl.maximum(a, b), tl.minimum(c, d)
+    least, second, third = tl.minimum(a, b), tl.minimum(e, f), tl.maximum(e, f)
+    a, b = tl.split(least.reshape(ROWS, TILE_SIZE // 8, 2))
+    c, d = tl.split(second.reshape(ROWS, TILE_SIZE // 8, 2))
+    e, f = tl.maximum(a, b), tl.minimum(c, d)
+    c, d = tl.split(third.reshape(ROWS, TILE_SIZE // 8, 2))
+    return tl.minimum(a, b), tl.minimum(e, f), tl.minimum(tl.maximum(e, f), tl.minimum(c, d))
+
+
+@triton.jit
+def _count(bins, offset, width, SIZE: tl.constexpr):
+    """In any order, so that nothing moves between threads."""
+    offset = tl.reshape(offset, (SIZE,), can_reorder=True)
+    tl.atomic_add(bins + (offset >> _BIN_BITS).to(tl.int32), 1, mask=offset < width, sem="relaxed")
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows_S"])
 def _second_pass_kernel(
     above_SP, bins_SB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
-    HAS_RULES: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+    HAS_RULES: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The last tiles first, for they are still in the cache. Rows are adjacent in both orders.
     s, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     part = num_parts - 1 - tl.program_id(1)
-    row = tl.load(rows_S + s)
+    row, state = tl.load(rows_S + s), state_SW + s * STATE_SIZE
     temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
     takes_a_pass = _takes_a_pass(temperature, top_k, float_param(params_RP, row, _TOP_P), size)
     ruled = has_rules(params_RP, row, HAS_RULES)
-    column = (part * TILES + tl.arange(0, TILES)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-    x = tl.full((TILES, TILE_SIZE), float("-inf"), tl.float32)
+    logits, scratch, bins = logits_SV + s * row_stride, scratch_SV + s * size, bins_SB + s * NUM_BINS
+    column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+    x = tl.full((STEP, TILE_SIZE), float("-inf"), tl.float32)
     if takes_a_pass & (not ruled):  # already: while the brackets are being found
-        x = as_float(tl.load(logits_SV + s * row_stride + column, mask=column < size, other=float("-inf")))
+        x = _load_unchecked(logits, scratch, column, column < size, False, False)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    state = state_SW + s * STATE_SIZE
     from_key, to_key = tl.load(state + _FROM), tl.load(state + _TO)
     if takes_a_pass & (tl.load(state + _OPEN) > 0) & (to_key > from_key):
         if ruled:
-            x = load_logits(logits_SV, scratch_SV + s * size, column, column < size, True, HAS_RULES)
+            x = _load_unchecked(logits, scratch, column, column < size, True, HAS_RULES)
         peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         scale = tl.where((top_k > 0) & (top_k < size), 0.0, LOG2_E / temperature)
         shift = peak * scale
-        # NaN is not above anything, nor in any bin.
-        weight = tl.where(x >= _number_of(to_key), tl.exp2(tl.fma(x, scale, -shift)), 0.0)
-        above = tl.sum(weight) * tl.exp2(tl.fma(peak, -scale, shift))  # what the shift was rounded by
-        tl.store(above_SP + s * num_parts + part, above)
         # Key - from_key. Numbers of the other sign come out as no less than the width.
         sign = tl.where(from_key < 0, -1, 1)
-        offset = x.to(tl.int32, bitcast=True) * sign + (tl.where(from_key < 0, -2147483648, 0) - from_key)
-        # In any order, so that nothing moves between threads.
-        offset = tl.reshape(offset, (TILES * TILE_SIZE,), can_reorder=True)
-        inside = offset.to(tl.uint32, bitcast=True) < (to_key - from_key).to(tl.uint32, bitcast=True)
-        tl.atomic_add(bins_SB + s * NUM_BINS + (offset >> _BIN_BITS), 1, mask=inside, sem="relaxed")
+        origin = tl.where(from_key < 0, -2147483648, 0) - from_key
+        width = (to_key - from_key).to(tl.uint32, bitcast=True)
+        above = tl.zeros((STEP, TILE_SIZE // 8), tl.float32)
+        for i in range(STEP, TILES + STEP, STEP):
+            column += STEP * TILE_SIZE
+            following = _load_unchecked(logits, scratch, column, (column < size) & (i < TILES), ruled, HAS_RULES)
+            weight = tl.where(x >= _number_of(to_key), tl.exp2(tl.fma(x, scale, -shift)), 0.0)
+            above += tl.sum(weight.reshape(STEP, TILE_SIZE // 8, 8), 2)  # which are one thread's
+            offset = (x.to(tl.int32, bitcast=True) * sign + origin).to(tl.uint32, bitcast=True)
+            # Additions in memory are what takes time here. Of eight logits few are in the bracket, mostly one or none.
+            least, second, third = _three_least(offset, STEP)
+            if tl.min(third) < width:
+                _count(bins, offset, width, STEP * TILE_SIZE)
+            else:
+                _count(bins, least, width, STEP * TILE_SIZE // 8)
+                _count(bins, second, width, STEP * TILE_SIZE // 8)
+            x = following
+        # What the shift was rounded by is made good.
+        tl.store(above_SP + s * num_parts + part, tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift)))
 
 
 @triton.jit
@@ -466,15 +508,16 @@ def _threshold_triton(
     max_SN: Tensor,
     mass_SN: Tensor,
     passes: bool = True,
-    pieces: int = 256,
-    tiles: int = 32,
+    pieces: int = 512,
     num_warps: int = 16,
-    pass_warps: int = 4,
+    pass_tiles: int = 32,
+    pass_warps: int = 1,  # so that whether a branch is taken is a warp's own affair
+    pass_step: int = 4,
 ) -> Limits:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
     passes = passes and size >= 2 * pieces * PIECE
-    ints, parts = rows.state.params_RP.new_empty, -(-num_tiles // tiles)
+    ints, parts = rows.state.params_RP.new_empty, -(-num_tiles // pass_tiles)
     limits = Limits(
         max_SN.new_empty(num_rows), ints(num_rows, STATE_WORDS), ints(num_rows, BINS), max_SN.new_empty(num_rows, parts)
     )
@@ -505,7 +548,8 @@ def _threshold_triton(
                 limits.state_SW,
                 *logits,
                 HAS_RULES=rows.has_rules,
-                TILES=tiles,
+                TILES=pass_tiles,
+                STEP=pass_step,
                 num_warps=pass_warps,
                 **overlap(max_SN.device),
             )
