@@ -35,6 +35,7 @@ from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
 _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
     tl.constexpr(column) for column in (TEMPERATURE, SEED_LOW, SEED_HIGH, CHOICE)
 )
+_LN_2 = tl.constexpr(0.6931471805599453)
 _SLACK = tl.constexpr(1e-3)  # more than rounding can be off
 
 
@@ -69,9 +70,13 @@ def draw_reference(
 
 
 @triton.jit
-def _value(top, log_mass_and_noise, temperature):
-    """A tile's value, float64: of the tile alone, so the same one wins in any batch, on any number of ranks."""
-    return top.to(tl.float64) * (1 / temperature).to(tl.float64) + log_mass_and_noise.to(tl.float64)
+def _value(top, mass, noise, temperature):
+    """A tile's value, float64: of the tile alone, so the same one wins in any batch, on any number of ranks.
+
+    Compilers may round a product and a sum once or twice, as each kernel suits them; of tl.fma there is one result.
+    """
+    log_mass_and_noise = tl.fma(tl.log2(mass), _LN_2, noise)
+    return tl.fma(top.to(tl.float64), (1 / temperature).to(tl.float64), log_mass_and_noise.to(tl.float64))
 
 
 @triton.jit
@@ -126,39 +131,40 @@ def _draw_kernel(
         tl.store(threshold_S + s, threshold)
     value, possible = top.to(tl.float64), (top >= threshold) & (mass > 0)
     if temperature > 0:
-        value = tl.where(possible, _value(top, tl.log(mass) + noise, temperature), float("-inf"))
-    key = tl.max(_keyed(value + 0.0, t), 0)
-    if LIMITED:  # noqa: SIM102
-        if (temperature > 0) & (threshold > float("-inf")):
-            # Of a tile's tokens some may be below the threshold: then its value is less than this one, but not less
-            # than that of its largest token alone. The few tiles that may win so are looked at together.
-            least = tl.where(possible, _value(top, noise, temperature), float("-inf"))
-            may_win = (possible & (value >= tl.max(least, 0) - _SLACK)).to(tl.int32)
-            count, found = tl.sum(may_win, 0), found_SN + s * ALL_TILES
-            numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)
-            tl.debug_barrier()
-            tl.store(found + tl.cumsum(may_win, 0) - 1, numbered, mask=may_win > 0)
-            tl.debug_barrier()
-            key = tl.full((), -(2**63), tl.int64)
-            for first in range(0, count, GROUP):
-                number = first + tl.arange(0, GROUP)
-                tile_and_noise = tl.load(found + number, mask=number < count, other=0)
-                candidate = (tile_and_noise >> 32).to(tl.int32)
-                column = candidate[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-                x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
-                largest = tl.max(x, 1)
-                kept = tl.where(x >= threshold, tl.exp2((x - clamped(largest)[:, None]) * (LOG2_E / temperature)), 0.0)
-                its_noise = tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
-                exact = _value(largest, tl.log(tl.sum(kept, 1)) + its_noise, temperature)
-                exact = tl.where(number < count, exact, float("-inf"))
-                key = tl.maximum(key, tl.max(_keyed(exact, candidate), 0))
+        value = tl.where(possible, _value(top, mass, noise, temperature), float("-inf"))
+    if (temperature > 0) & (threshold > float("-inf")):
+        # Of a tile's tokens some may be below the threshold: then its value is less than this one, but not less than
+        # that of its largest token alone. The few tiles that may win so are looked at together.
+        least = tl.where(
+            possible, _value(top, tl.full((ALL_TILES,), 1.0, tl.float32), noise, temperature), float("-inf")
+        )
+        may_win = (possible & (value >= tl.max(least, 0) - _SLACK)).to(tl.int32)
+        count, found = tl.sum(may_win, 0), found_SN + s * ALL_TILES
+        numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)
+        tl.debug_barrier()
+        tl.store(found + tl.cumsum(may_win, 0) - 1, numbered, mask=may_win > 0)
+        tl.debug_barrier()
+        key = tl.full((), -(2**63), tl.int64)
+        for first in range(0, count, GROUP):
+            number = first + tl.arange(0, GROUP)
+            tile_and_noise = tl.load(found + number, mask=number < count, other=0)
+            candidate = (tile_and_noise >> 32).to(tl.int32)
+            column = candidate[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+            x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+            largest = tl.max(x, 1)
+            kept = tl.where(x >= threshold, tl.exp2((x - clamped(largest)[:, None]) * (LOG2_E / temperature)), 0.0)
+            its_noise = tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
+            exact = tl.where(number < count, _value(largest, tl.sum(kept, 1), its_noise, temperature), float("-inf"))
+            key = tl.maximum(key, tl.max(_keyed(exact, candidate), 0))
+    else:
+        key = tl.max(_keyed(value + 0.0, t), 0)
     value, tile = _unkeyed(key)
     column = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
     x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
     top = tl.load(max_SN + s * num_tiles + tile)
     if temperature > 0:
         word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
-        x = tl.where(x >= threshold, (x - clamped(top)) / temperature + gumbel_noise(word), float("-inf"))
+        x = tl.where(x >= threshold, tl.fma(x - clamped(top), 1 / temperature, gumbel_noise(word)), float("-inf"))
     _, index = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(value_S + s, value)
     tl.store(id_S + s, tl.where(top == float("-inf"), -1, first_id + tile * TILE_SIZE + index).to(tl.int64))
@@ -183,7 +189,7 @@ def _draw_triton(
             limits.state_SW if settles else max_SN,
             limits.bins_SB if settles else max_SN,
             above_SP,
-            max_SN.new_empty(num_rows, all_tiles, dtype=torch.int64) if limited else max_SN,
+            id_S.new_empty(num_rows, all_tiles) if limited else id_S,
             max_SN,
             mass_SN,
             rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV,

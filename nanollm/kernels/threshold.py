@@ -358,16 +358,6 @@ def _threshold_kernel(
 
 
 @triton.jit
-def _load_unchecked(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
-    """As load_logits, but NaN stays: it is not above anything, nor in any bin."""
-    if HAS_RULES and ruled:
-        x = tl.load(scratch + column, mask=mask, other=float("-inf"))
-    else:
-        x = as_float(tl.load(logits + column, mask=mask, other=float("-inf")))
-    return x
-
-
-@triton.jit
 def _three_least(x, ROWS: tl.constexpr):
     """The three least of each eight neighbours of x [ROWS, 128], uint32: three [ROWS, 16]."""
     a, b = tl.split(x.reshape(ROWS, TILE_SIZE // 2, 2))
@@ -390,6 +380,34 @@ def _count(bins, offset, width, SIZE: tl.constexpr):
     tl.atomic_add(bins + (offset >> _BIN_BITS).to(tl.int32), 1, mask=offset < width, sem="relaxed")
 
 
+@triton.jit
+def _pass_over(
+    x, source, column, size, bins, from_key, to_key, peak, scale, TILES: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Counts what is in the bracket, of x and what follows it in memory, TILES in all; returns what is above weighs."""
+    shift = peak * scale
+    # Key - from_key. Numbers of the other sign come out as no less than the width.
+    sign = tl.where(from_key < 0, -1, 1)
+    origin = tl.where(from_key < 0, -2147483648, 0) - from_key
+    width = (to_key - from_key).to(tl.uint32, bitcast=True)
+    above = tl.zeros((STEP, TILE_SIZE // 8), tl.float32)
+    for i in range(STEP, TILES + STEP, STEP):
+        column += STEP * TILE_SIZE
+        following = tl.load(source + column, mask=(column < size) & (i < TILES), other=float("-inf"))
+        weight = tl.where(x >= _number_of(to_key), tl.exp2(tl.fma(x, scale, -shift)), 0.0)
+        above += tl.sum(weight.reshape(STEP, TILE_SIZE // 8, 8), 2)  # which are one thread's
+        offset = (x.to(tl.int32, bitcast=True) * sign + origin).to(tl.uint32, bitcast=True)
+        # Additions in memory are what takes time here. Of eight logits few are in the bracket, mostly one or none.
+        least, second, third = _three_least(offset, STEP)
+        if tl.min(third) < width:
+            _count(bins, offset, width, STEP * TILE_SIZE)
+        else:
+            _count(bins, least, width, STEP * TILE_SIZE // 8)
+            _count(bins, second, width, STEP * TILE_SIZE // 8)
+        x = as_float(following)
+    return tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift))  # what the shift was rounded by is made good
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows_S"])
 def _second_pass_kernel(
     above_SP, bins_SB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
@@ -404,40 +422,21 @@ def _second_pass_kernel(
     ruled = has_rules(params_RP, row, HAS_RULES)
     logits, scratch, bins = logits_SV + s * row_stride, scratch_SV + s * size, bins_SB + s * NUM_BINS
     column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-    x = tl.full((STEP, TILE_SIZE), float("-inf"), tl.float32)
-    if takes_a_pass & (not ruled):  # already: while the brackets are being found
-        x = _load_unchecked(logits, scratch, column, column < size, False, False)
+    # NaN stays: it is not above anything, nor in any bin. Already now, while the brackets are being found:
+    x = as_float(tl.load(logits + column, mask=(column < size) & takes_a_pass, other=float("-inf")))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     from_key, to_key = tl.load(state + _FROM), tl.load(state + _TO)
+    peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
     if takes_a_pass & (tl.load(state + _OPEN) > 0) & (to_key > from_key):
-        if ruled:
-            x = _load_unchecked(logits, scratch, column, column < size, True, HAS_RULES)
-        peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         scale = tl.where((top_k > 0) & (top_k < size), 0.0, LOG2_E / temperature)
-        shift = peak * scale
-        # Key - from_key. Numbers of the other sign come out as no less than the width.
-        sign = tl.where(from_key < 0, -1, 1)
-        origin = tl.where(from_key < 0, -2147483648, 0) - from_key
-        width = (to_key - from_key).to(tl.uint32, bitcast=True)
-        above = tl.zeros((STEP, TILE_SIZE // 8), tl.float32)
-        for i in range(STEP, TILES + STEP, STEP):
-            column += STEP * TILE_SIZE
-            following = _load_unchecked(logits, scratch, column, (column < size) & (i < TILES), ruled, HAS_RULES)
-            weight = tl.where(x >= _number_of(to_key), tl.exp2(tl.fma(x, scale, -shift)), 0.0)
-            above += tl.sum(weight.reshape(STEP, TILE_SIZE // 8, 8), 2)  # which are one thread's
-            offset = (x.to(tl.int32, bitcast=True) * sign + origin).to(tl.uint32, bitcast=True)
-            # Additions in memory are what takes time here. Of eight logits few are in the bracket, mostly one or none.
-            least, second, third = _three_least(offset, STEP)
-            if tl.min(third) < width:
-                _count(bins, offset, width, STEP * TILE_SIZE)
-            else:
-                _count(bins, least, width, STEP * TILE_SIZE // 8)
-                _count(bins, second, width, STEP * TILE_SIZE // 8)
-            x = following
-        # What the shift was rounded by is made good.
-        tl.store(above_SP + s * num_parts + part, tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift)))
+        if ruled:
+            x = tl.load(scratch + column, mask=column < size, other=float("-inf"))
+            above = _pass_over(x, scratch, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
+        else:
+            above = _pass_over(x, logits, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
+        tl.store(above_SP + s * num_parts + part, above)
 
 
 @triton.jit
@@ -446,26 +445,24 @@ def settled(
     HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, PARTS: tl.constexpr, CELL_BITS: tl.constexpr,
 ):  # fmt: skip
     """A row's threshold, after the second pass, and further ones if needed. All are pointers to what the row has."""
-    if tl.load(state + _OPEN) > 0:
+    # All at once, whether needed or not: one wait for memory.
+    open, from_key, to_key = tl.load(state + _OPEN), tl.load(state + _FROM), tl.load(state + _TO)
+    low, total = tl.load(state + _LOW), tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
+    peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
+    count, part = tl.load(bins + tl.arange(0, NUM_BINS)).to(tl.float32), tl.arange(0, PARTS)
+    larger = tl.load(above + part, mask=part < num_parts, other=0.0).to(tl.float64)
+    if open > 0:
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
         top_p, ruled = float_param(params_RP, row, _TOP_P), has_rules(params_RP, row, HAS_RULES)
-        from_key, to_key, low = tl.load(state + _FROM), tl.load(state + _TO), tl.load(state + _LOW)
-        peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
-        total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
         counting, found = (top_k > 0) & (top_k < size), to_key > from_key
         scale, fraction = LOG2_E / temperature, tl.maximum(top_p - _SLACK, _SLACK / 10)
         cell = tl.where(ruled, 1, 1 << CELL_BITS)
-        high = _key(peak) + cell
-        count, larger = tl.zeros((NUM_BINS,), tl.float32), tl.full((), 0.0, tl.float64)
-        if found:
-            count = tl.load(bins + tl.arange(0, NUM_BINS)).to(tl.float32)
-            part = tl.arange(0, PARTS)
-            larger = tl.sum(tl.load(above + part, mask=part < num_parts, other=0.0).to(tl.float64), 0)
+        high, above_bins = _key(peak) + cell, tl.sum(larger, 0)
         num_wanted = tl.full((), -1, tl.int32)  # not yet written down
         if counting:
             stop, target = high, top_k.to(tl.float32)
             if found:
-                low, stop = _by_bins(from_key, to_key, count, larger, peak, 0.0, target, low, stop, cell)
+                low, stop = _by_bins(from_key, to_key, count, above_bins, peak, 0.0, target, low, stop, cell)
             if stop.to(tl.int64) - low > cell:
                 num_wanted = _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES)
                 low = _search(
@@ -475,7 +472,7 @@ def settled(
         if top_p < 1:
             if counting | (threshold > float("-inf")):
                 start = from_key + tl.arange(0, NUM_BINS) * _BIN
-                if found & (larger == 0) & (cell == _BIN):
+                if found & (above_bins == 0) & (cell == _BIN):
                     total = tl.sum(
                         tl.where(
                             (count > 0) & (start >= _key_up(threshold, cell)),
@@ -491,8 +488,8 @@ def settled(
                         HAS_RULES,
                     )  # fmt: skip
             enough = total * fraction
-            if found & ((larger == 0) | (not counting)):
-                low, high = _by_bins(from_key, to_key, count, larger, peak, scale, enough, low, high, cell)
+            if found & ((above_bins == 0) | (not counting)):
+                low, high = _by_bins(from_key, to_key, count, above_bins, peak, scale, enough, low, high, cell)
             if high.to(tl.int64) - low > cell:
                 if num_wanted < 0:
                     num_wanted = _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES)
@@ -551,6 +548,7 @@ def _threshold_triton(
                 TILES=pass_tiles,
                 STEP=pass_step,
                 num_warps=pass_warps,
+                maxnreg=64,  # as many programs as a multiprocessor takes
                 **overlap(max_SN.device),
             )
     return limits
