@@ -137,16 +137,24 @@ def _sample(logits, scratch, size, ruled, PIECES: tl.constexpr, HAS_RULES: tl.co
 
 
 @triton.jit
-def _bracket(all, some, peak, total, scale, counting, top_k, top_p, size):
-    """[from_key, to_key) in which a sample says that the answer lies; some: one in _RATIO of all the sample."""
+def _samples(logits, scratch, size, ruled, PIECES: tl.constexpr, HAS_RULES: tl.constexpr):
+    """A sample and a smaller one; of that how many are not -inf, the least and the largest."""
+    all = _sample(logits, scratch, size, ruled, PIECES, HAS_RULES)
+    some = _sample(logits, scratch, size, ruled, PIECES // _RATIO, HAS_RULES)
+    is_finite = some > float("-inf")
+    least = tl.min(tl.where(is_finite, some, float("inf")), 0)
+    return all, some, tl.sum(is_finite.to(tl.float32), 0), least, tl.max(some, 0)
+
+
+@triton.jit
+def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting, top_k, top_p, size):
+    """[from_key, to_key) in which the samples say that the answer lies."""
     # What is small tells least of the mass, so the mass below the answer is known best; and of tokens, the few above.
     weight = tl.where(some > float("-inf"), tl.exp2((some - peak) * scale), 0.0)
     share = some.shape[0] / size
     above = top_k * share
-    middle = tl.where(counting, tl.sum(weight, 0) - above, (1 - top_p) * total * share)
+    middle = tl.where(counting, num_finite - above, (1 - top_p) * total * share)
     off = tl.where(counting, _ERRORS * tl.sqrt(above) + _ERRORS, 0.15 * middle)
-    highest = tl.minimum(tl.max(some, 0), peak)
-    least = tl.min(tl.where(some > float("-inf"), some, highest), 0)
     # Where all tokens together would weigh no more than what is below the answer, the answer isn't.
     bound = peak + tl.log2(tl.maximum(1 - top_p, 1e-6) * total / size) / scale
     least = tl.minimum(tl.where(counting, least, tl.maximum(bound, least)), highest)
@@ -290,9 +298,10 @@ def _threshold_kernel(
         samples = _takes_a_pass(temperature, top_k, top_p, size)
         all = tl.full((PIECES * _PIECE,), float("-inf"), tl.float32)
         some = tl.full((PIECES * _PIECE // _RATIO,), float("-inf"), tl.float32)
+        num_finite = tl.full((), 0.0, tl.float32)
+        least, highest = num_finite, num_finite
         if samples & (not ruled):  # already: they are older than what the kernel before this one writes
-            all = _sample(logits, scratch, size, False, PIECES, False)
-            some = _sample(logits, scratch, size, False, PIECES // _RATIO, False)
+            all, some, num_finite, least, highest = _samples(logits, scratch, size, False, PIECES, False)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -342,10 +351,12 @@ def _threshold_kernel(
                         # Weights in the second pass are 2 to a difference of products, which must be exact enough.
                         if samples & (counting | total_is_known) & (tl.abs(peak) * scale < 1e5):
                             if ruled:
-                                all = _sample(logits, scratch, size, True, PIECES, HAS_RULES)
-                                some = _sample(logits, scratch, size, True, PIECES // _RATIO, HAS_RULES)
+                                all, some, num_finite, least, highest = _samples(
+                                    logits, scratch, size, True, PIECES, HAS_RULES
+                                )  # fmt: skip
                             from_key, to_key = _bracket(
-                                all, some, peak, total, tl.where(counting, 0.0, scale), counting, top_k, top_p, size,
+                                all, some, num_finite, least, highest, peak, total, tl.where(counting, 0.0, scale),
+                                counting, top_k, top_p, size,
                             )  # fmt: skip
                             tl.store(bins_SB + s * NUM_BINS + tl.arange(0, NUM_BINS), tl.zeros((NUM_BINS,), tl.int32))
                     tl.store(state + _FROM, from_key)
@@ -384,7 +395,9 @@ def _count(bins, offset, width, SIZE: tl.constexpr):
 def _pass_over(
     x, source, column, size, bins, from_key, to_key, peak, scale, TILES: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Counts what is in the bracket, of x and what follows it in memory, TILES in all; returns what is above weighs."""
+    """Counts what is in the bracket, of x and what follows it in memory, TILES in all; returns what is above weighs.
+
+    x may be NaN, which is not above anything, nor in any bin."""
     shift = peak * scale
     # Key - from_key. Numbers of the other sign come out as no less than the width.
     sign = tl.where(from_key < 0, -1, 1)
@@ -422,8 +435,9 @@ def _second_pass_kernel(
     ruled = has_rules(params_RP, row, HAS_RULES)
     logits, scratch, bins = logits_SV + s * row_stride, scratch_SV + s * size, bins_SB + s * NUM_BINS
     column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-    # NaN stays: it is not above anything, nor in any bin. Already now, while the brackets are being found:
-    x = as_float(tl.load(logits + column, mask=(column < size) & takes_a_pass, other=float("-inf")))
+    x = tl.full((STEP, TILE_SIZE), float("-inf"), tl.float32)
+    if takes_a_pass:  # already now, while the brackets are being found
+        x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
