@@ -135,9 +135,7 @@ def _draw_kernel(
     if (temperature > 0) & (threshold > float("-inf")):
         # Of a tile's tokens some may be below the threshold: then its value is less than this one, but not less than
         # that of its largest token alone. The few tiles that may win so are looked at together.
-        least = tl.where(
-            possible, _value(top, tl.full((ALL_TILES,), 1.0, tl.float32), noise, temperature), float("-inf")
-        )
+        least = tl.where(possible, _value(top, tl.zeros_like(top) + 1.0, noise, temperature), float("-inf"))
         may_win = (possible & (value >= tl.max(least, 0) - _SLACK)).to(tl.int32)
         count, found = tl.sum(may_win, 0), found_SN + s * ALL_TILES
         numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)

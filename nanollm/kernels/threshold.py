@@ -29,14 +29,7 @@ from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import (
-    RowLogits,
-    as_float,
-    float_param,
-    has_rules,
-    int_param,
-    load_logits,
-)
+from nanollm.kernels.token_rules import RowLogits, as_float, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
@@ -317,8 +310,8 @@ def _threshold_kernel(
             threshold = peak + temperature * tl.log(min_p)
             if counting | (top_p < 1):
                 scale = LOG2_E / temperature
-                weight = tl.where(top > float("-inf"), tl.exp2((top - peak) * tl.where(counting, 0.0, scale)), 0.0)
-                weight, total = tl.split(tl.sum(tl.join(weight, mass * tl.exp2((top - peak) * scale)), 0))
+                each = tl.where(top > float("-inf"), tl.exp2((top - peak) * tl.where(counting, 0.0, scale)), 0.0)
+                weight, total = tl.split(tl.sum(tl.join(each, mass * tl.exp2((top - peak) * scale)), 0))
                 fraction = tl.maximum(top_p - _SLACK, _SLACK / 10)
                 cell = tl.where(ruled, 1, 1 << CELL_BITS)
                 low, high = _key_up(threshold, cell), _key(peak) + cell
@@ -327,8 +320,6 @@ def _threshold_kernel(
                 # What one of each tile is enough for. Of many tokens it doesn't leave few tiles.
                 if tl.where(counting, top_k <= _FEW, total_is_known) & (weight >= target):
                     lowest = tl.min(tl.where(top > float("-inf"), top, peak), 0)
-                    each = tl.exp2((tl.maximum(top, lowest) - peak) * tl.where(counting, 0.0, scale))
-                    each = tl.where(top > float("-inf"), each, 0.0)
                     low = tl.maximum(low, _bisect(top, each, target, _key(lowest), high, cell))
                 wanted = ((top >= _number_of(low)) & (t < num_tiles)).to(tl.int32)
                 num_wanted = tl.sum(wanted, 0)
@@ -348,7 +339,7 @@ def _threshold_kernel(
                     open = tl.full((), 1, tl.int32)
                     from_key, to_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
                     if PIECES:  # noqa: SIM102
-                        # Weights in the second pass are 2 to a difference of products, which must be exact enough.
+                        # Weights in the second pass are 2 to a product less a rounded one: made good if not too large.
                         if samples & (counting | total_is_known) & (tl.abs(peak) * scale < 1e5):
                             if ruled:
                                 all, some, num_finite, least, highest = _samples(
@@ -487,14 +478,8 @@ def settled(
             if counting | (threshold > float("-inf")):
                 start = from_key + tl.arange(0, NUM_BINS) * _BIN
                 if found & (above_bins == 0) & (cell == _BIN):
-                    total = tl.sum(
-                        tl.where(
-                            (count > 0) & (start >= _key_up(threshold, cell)),
-                            count * tl.exp2((_number_of(start) - peak) * scale),
-                            0.0,
-                        ),
-                        0,
-                    )
+                    kept = (count > 0) & (start >= _key_up(threshold, cell))
+                    total = tl.sum(tl.where(kept, count * tl.exp2((_number_of(start) - peak) * scale), 0.0), 0)
                 else:
                     num_wanted = _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES)
                     total, _, _ = _sums_from(
