@@ -437,7 +437,7 @@ def _second_pass_kernel(
     if takes_a_pass & (tl.load(state + _OPEN) > 0) & (to_key > from_key):
         scale = tl.where((top_k > 0) & (top_k < size), 0.0, LOG2_E / temperature)
         if ruled:
-            x = tl.load(scratch + column, mask=column < size, other=float("-inf"))
+            x = as_float(tl.load(scratch + column, mask=column < size, other=float("-inf")))
             above = _pass_over(x, scratch, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
         else:
             above = _pass_over(x, logits, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
