@@ -13,6 +13,7 @@ estimate.
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,11 +58,14 @@ def main() -> None:
     config, device = resolve_model(args.model, load_format=load_format(args)).config, resolve_device("auto")
     dtype = resolve_dtype("auto", config, device)
     earlier = [json.loads(path.read_text()) for path in args.runs]
-    if any(found["model"] != args.model for found in earlier):
-        parser.error(f"--runs are of another model than {args.model}")
+    for name, value in settings(args).items():
+        if other := [found[name] for found in earlier if found[name] != value]:
+            parser.error(f"--runs were measured with {name} {other[0]}, this call has {value}")
     degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1)]
     if earlier or args.predict:
         degrees = args.tp or ([] if earlier else [1])
+    if args.predict and 1 not in {*degrees, *(run["tp"] for found in earlier for run in found["runs"])}:
+        parser.error("--predict starts from a run of one GPU: add --tp 1, or --runs with one")
     # Floors of one table are of one device, and here there may be none.
     rates = Rates(**earlier[0]["rates"]) if earlier else device_rates(device, dtype)
     cost = ModelCost.of(config, earlier[0]["value_bytes"] if earlier else dtype.itemsize)
@@ -74,14 +78,19 @@ def main() -> None:
     if args.predict:
         all_reduce = estimated if args.all_reduce is None else measured(json.loads(args.all_reduce.read_text()))
         runs += [predicted(runs[0], tp, config, cost, rates, all_reduce, args) for tp in (2, 4, 8)]
-    report(runs, args)
     if args.json:
-        settings = {"model": args.model, "nccl": args.nccl, "prompt_len": args.prompt_len}
-        settings |= {"rates": vars(rates), "value_bytes": cost.value_bytes}
         versions = {"nanollm": __version__, "torch": torch.__version__}
-        args.json.write_text(json.dumps(settings | {"versions": versions, "runs": runs}, indent=2) + "\n")
+        about = settings(args) | {"rates": vars(rates), "value_bytes": cost.value_bytes, "versions": versions}
+        args.json.write_text(json.dumps(about | {"runs": runs}, indent=2) + "\n")
+    report(runs, args)
     if args.png:
         draw(args.png, runs, Path(args.model).name)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What runs must have in common to stand in one table."""
+    names = ("model", "nccl", "batch", "prompt_len", "output_len", "long_prompt_len", "max_len")
+    return {name: getattr(args, name) for name in names}
 
 
 def load_format(args: argparse.Namespace) -> str:
@@ -132,16 +141,23 @@ def long_prompt_seconds(llm: LLM, args: argparse.Namespace) -> float:
 
 
 def communication_seconds(llm: LLM, batch: int, args: argparse.Namespace) -> float:
-    """What rank 0's GPU spends on it in a decode step: the difference of two lengths leaves the prompts out."""
-    lengths, totals = (4, 24), []
+    """What rank 0's GPU spends on it in a decode step: each kernel's launches a step times its median, since a wait for
+    a rank that is late now and then is no part of it. The difference of two lengths leaves the prompts out."""
+    lengths: tuple[int, int] = (4, 24)
+    found: list[dict[str, list[float]]] = []
     for num_tokens in lengths:
         asked = prompts(llm, batch, min(args.prompt_len, 64))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             llm.generate(asked, params(num_tokens), use_tqdm=False)
             torch.cuda.synchronize()
-        events = [e for e in profile.key_averages() if any(name in e.key.lower() for name in COMMUNICATION)]
-        totals.append(sum(event.self_device_time_total for event in events) * 1e-6)
-    return (totals[1] - totals[0]) / (lengths[1] - lengths[0])
+        found.append({})
+        for event in profile.events():
+            if any(name in event.name.lower() for name in COMMUNICATION):
+                found[-1].setdefault(event.name, []).append(event.time_range.elapsed_us() * 1e-6)
+    return sum(
+        statistics.median(times) * (len(times) - len(found[0].get(name, []))) / (lengths[1] - lengths[0])
+        for name, times in found[1].items()
+    )
 
 
 def workload(args: argparse.Namespace) -> Workload:
@@ -244,8 +260,10 @@ def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
     import matplotlib.pyplot as plt
 
     first, degrees = runs[0], sorted({run["tp"] for run in runs})
-    labels = [*(f"TPOT, batch {row['batch']}" for row in first["rows"]), "workload W"]
+    labels = [f"TPOT, batch {row['batch']}" for row in first["rows"]]
     none = float("nan")
+    if "workload_seconds" in first:
+        labels.append("workload W")
 
     def gains(run: dict[str, Any]) -> list[float]:
         of_batches = [base["tpot_ms"] / row["tpot_ms"] for base, row in zip(first["rows"], run["rows"], strict=True)]
