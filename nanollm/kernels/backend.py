@@ -99,7 +99,8 @@ def overlap(device: torch.device) -> dict[str, bool]:
     Such a kernel starts while the one before it still runs, and calls gdc_wait before it reads what that one writes.
     Every kernel that takes PDL waits, in every program, so that "the one before" includes all before that one. Before
     the wait only weights are read, and what was complete before the step's embedding (which lets others start after
-    its own wait): the lengths and tables of its rows. Whoever changes weights must synchronize before the next step.
+    its own wait): lengths, positions, slots and tables of its rows, and the KV cache of earlier steps. Whoever changes
+    weights must synchronize before the next step.
     """
     if gpu(device).capability < (9, 0) or gdc_wait is None:
         return {"PDL": False}

@@ -153,8 +153,9 @@ def _load_tile(
     offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
     inside_C = token_C < context
     inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
-    k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
-    v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
+    # Each is read once, so past the L1 cache, where a program that started early might find what was there before.
+    k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0, cache_modifier=".cg")
+    v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0, cache_modifier=".cg")
     return k_CH, v_CH, inside_C
 
 
@@ -452,7 +453,8 @@ def decode_attention_from_qkv(
 ) -> Tensor:
     """qkv_to_cache, then decode_attention, in one kernel on a GPU. qkv_BX: as qkv_to_cache takes it. Returns [B, N, H].
 
-    What is left in the caches, and the result, are those of the two to within rounding.
+    What is left in the caches, and the result, are those of the two to within rounding. All but qkv_BX must be complete
+    before the step's embedding (see overlap()), and no row may read what another row writes in this step.
     """
     if not runs_triton(qkv_BX):
         q_BNH = qkv_to_cache(

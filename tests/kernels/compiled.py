@@ -1,7 +1,8 @@
 """Compiles for one GPU architecture, without the GPU, what the launchers would launch there; test_compile.py runs it.
 
 `python -m tests.kernels.compiled 90 128,4,16` compiles for compute capability 9.0, attention with head dim 128, 4 query
-heads a KV head and blocks of 16 tokens. It prints a line of JSON for each kernel: name and bytes of shared memory.
+heads a KV head and blocks of 16 tokens. It prints a line of JSON for each kernel: name, bytes of shared memory, and
+whether it waits for the kernel before it, and only then lets the next one start (see backend.overlap).
 """
 
 import json
@@ -60,20 +61,23 @@ def compile_instead_of_launching(capability: int) -> None:
 
     def warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps([self.fn.__name__, kernel.metadata.shared]), flush=True)
+        ptx = kernel.asm["ptx"]
+        wait, release = (ptx.find(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
+        print(json.dumps([self.fn.__name__, kernel.metadata.shared, 0 <= wait < release]), flush=True)
 
     JITFunction.run = warm_up  # type: ignore[method-assign]
 
 
 def launch_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
     cache = torch.zeros(2, block_size, 8, head_dim, dtype=dtype)
-    q = torch.zeros(16, 8 * group, head_dim, dtype=dtype)
-    tables, ints = torch.zeros(16, 4, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
+    for num_rows in (1, 16, 64):
+        q = torch.zeros(num_rows, 8 * group, head_dim, dtype=dtype)
+        tables, ints = torch.zeros(num_rows, 4, dtype=torch.int32), torch.zeros(num_rows + 1, dtype=torch.int32)
+        positions, norm = torch.zeros(num_rows, dtype=torch.long), cache[0, 0, 0]
+        source = decode_attention.NewTokens(norm, norm, 1e-6, torch.zeros(64, head_dim), positions, positions)
+        projection = torch.zeros(2, num_rows, 8 * (group + 2) * head_dim)
+        decode_attention._decode_attention_triton(q, projection, cache, cache, tables, ints[1:], source=source)
     decode_attention._decode_attention_triton(q, q, cache, cache, tables, ints[1:])
-    positions, norm = torch.zeros(16, dtype=torch.long), cache[0, 0, 0]
-    source = decode_attention.NewTokens(norm, norm, 1e-6, torch.zeros(64, head_dim), positions, positions)
-    projection = torch.zeros(2, 16, 8 * (group + 2) * head_dim)
-    decode_attention._decode_attention_triton(q, projection, cache, cache, tables, ints[1:], source=source)
     prefill_attention._prefill_attention_triton(q, q, cache, cache, tables, ints, ints[1:])
 
 
