@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from floor import device_rates
-from kernels import Linear, Skinny, copies_of, randn, time_call
+from kernels import Linear, OneRowInputs, copies_of, randn, time_call
 from tqdm import tqdm
 
 from nanollm.config import NAMED_SHAPES
 from nanollm.distributed.partition import HeadPartition, mlp_split
 from nanollm.kernels.backend import gpu, table_path
+from nanollm.kernels.one_row_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanollm.kernels.skinny_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, split_matmul
 
 MARGIN = 0.99  # of the time without a table: what gains less is noise, or not worth a kernel of its own
@@ -111,14 +111,14 @@ def one_row_cuts(layer: Linear, num_sms: int) -> list[OneRow]:
 def compile_one_row(layers: list[Linear], device: torch.device) -> None:
     with compiling_in_parallel(device, 1), launching_nothing():
         for layer in layers:
-            inputs = Skinny(layer)
+            inputs = OneRowInputs(layer)
             for cut in one_row_cuts(layer, gpu(device).num_sms):
                 inputs.ours(cut)(0)
 
 
 def measure_one_row(layer: Linear, device: torch.device) -> dict[OneRow, float]:
     """Microseconds of each cut, the rule's first."""
-    inputs = Skinny(layer)
+    inputs = OneRowInputs(layer)
     return {cut: time_call(inputs.ours(cut), inputs.copies) for cut in one_row_cuts(layer, gpu(device).num_sms)}
 
 

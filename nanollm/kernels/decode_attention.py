@@ -398,8 +398,10 @@ def _decode_attention_triton(
         return
     launch = launch or launch_for(num_rows, num_kv_heads, head_dim, k_cache.dtype, gpu(device))
     num_splits = launch.num_splits
-    partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
-    lse = torch.empty(num_rows * num_heads * num_splits, dtype=torch.float32, device=device)
+    partial = lse = out_BNH
+    if num_splits > 1:
+        partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(num_rows * num_heads * num_splits, dtype=torch.float32, device=device)
     _decode_attention_kernel[(num_kv_heads, num_rows, num_splits)](
         out_BNH,
         partial,

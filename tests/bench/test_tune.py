@@ -10,8 +10,8 @@ import torch
 
 from nanollm.config import NAMED_SHAPES, ModelConfig
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels import backend, skinny_matmul, split_matmul
-from nanollm.kernels.skinny_matmul import OneRow, default_one_row_cut, one_row_cut
+from nanollm.kernels import backend, one_row_matmul, split_matmul
+from nanollm.kernels.one_row_matmul import OneRow, default_one_row_cut, one_row_cut
 from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, default_tiles
 from nanollm.layers.linear import LinearBase
 from nanollm.models.qwen3 import Qwen3ForCausalLM
@@ -77,7 +77,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
             cached.cache_clear()
 
     found = backend.Gpu("Some GPU", (9, 0), 227 * 1024, 132)
-    for module in (backend, skinny_matmul, split_matmul):
+    for module in (backend, one_row_matmul, split_matmul):
         monkeypatch.setattr(module, "gpu", lambda device: found)
     monkeypatch.setattr(backend, "__file__", str(tmp_path / "backend.py"))
     path = tmp_path / "tuned" / "Some_GPU.json"
@@ -124,10 +124,10 @@ def test_one_row_is_launched_as_the_table_says(table: Path, monkeypatch: pytest.
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return lambda *_, **options: launches.append((grid, *(options[o] for o in ("OUTS", "CHUNK", "num_warps"))))
 
-    monkeypatch.setattr(skinny_matmul, "_one_row_kernel", Kernel())
+    monkeypatch.setattr(one_row_matmul, "_one_row_kernel", Kernel())
     table.write_text('{"96x64": {"1": [8, 64, 1]}}')
     for gated in (False, True):
-        skinny_matmul._one_row_triton(torch.zeros(1, 64), torch.zeros(96, 64), gated=gated)
+        one_row_matmul._one_row_triton(torch.zeros(1, 64), torch.zeros(96, 64), gated=gated)
     assert launches == [((12,), 8, 64, 1), ((12,), 4, 64, 1)]
 
 

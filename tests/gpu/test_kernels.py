@@ -230,8 +230,8 @@ def test_ties() -> None:
     ("norm", "gated", "residual"), [(True, False, False), (False, False, True), (True, True, False)]
 )
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1024, 4096), (3072, 1024), (2560, 48), (4096, 6144)])
-def test_skinny_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
-    checks.check_skinny_matmul(
+def test_one_row_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
+    checks.check_one_row_matmul(
         size_in, size_out, norm=norm, gated=gated, residual=residual, device="cuda", dtype=torch.bfloat16
     )
 

@@ -21,12 +21,12 @@ from nanollm.kernels import (
     decode_attention,
     draw,
     embedding,
+    one_row_matmul,
     prefill_attention,
     prepare_decode,
     qkv_to_cache,
     rms_norm,
     silu_mul,
-    skinny_matmul,
     split_matmul,
     threshold,
     tile_stats,
@@ -55,7 +55,7 @@ class Driver:
 def compile_instead_of_launching(capability: int) -> None:
     triton.runtime.driver.set_active(Driver(capability))
     found = backend.Gpu("", divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
-    for module in (backend, all_reduce, decode_attention, prefill_attention, skinny_matmul):
+    for module in (backend, all_reduce, decode_attention, prefill_attention, one_row_matmul):
         module.gpu = lambda device: found  # type: ignore[attr-defined]
     run = JITFunction.run
 
@@ -103,10 +103,10 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     state = prepare_decode.DecodeState(table, long)
     prepare_decode._prepare_decode_triton(table[:16], state, prepare_decode.DecodeInputs.empty(16, state), 16)
     matrix = torch.zeros(2048, 3072, dtype=dtype)
-    skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
+    one_row_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
     for outs, num_warps in ((2, 1), (32, 8)):  # the smallest and the largest program that tuning tries
-        cut = skinny_matmul.OneRow(outs, 1024, num_warps)
-        skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True, cut=cut)
+        cut = one_row_matmul.OneRow(outs, 1024, num_warps)
+        one_row_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True, cut=cut)
     for num_rows in (4, 16, 64):
         tiles = split_matmul.default_tiles(num_rows, 2048, 3072, 132)
         assert tiles is not None

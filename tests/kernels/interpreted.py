@@ -176,8 +176,8 @@ def test_ties() -> None:
     [(True, False, True), (True, True, False), (False, False, True), (False, True, True)],
 )
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1280, 48)])
-def test_skinny_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
-    checks.check_skinny_matmul(size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
+def test_one_row_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
+    checks.check_one_row_matmul(size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
 
 
 @pytest.mark.parametrize(
