@@ -82,7 +82,8 @@ class Soak:
         for third in later:
             allowed = 100 + (third["requests"] - first["requests"]) / 2
             assert third["allocations"] <= first["allocations"] + allowed, self.memory
-            assert all(third[name] <= 1.02 * first[name] for name in third.keys() - {"requests", "allocations"}), self.memory
+            in_bytes = third.keys() - {"requests", "allocations"}
+            assert all(third[name] <= 1.02 * first[name] for name in in_bytes), self.memory
 
     def _random_tokens(self, length: int) -> list[int]:
         return self._draw.choices(range(VOCAB_SIZE), k=length)
