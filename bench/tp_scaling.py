@@ -5,9 +5,9 @@
     python bench/tp_scaling.py --model qwen3-8b --runs tp1.json tp2.json --predict --png scaling.png
 
 Speed-up is over the first degree. Communication is the time of its kernels in a step, waiting included, over the
-step's. --predict runs one GPU only, and says what 2, 4 and 8 would give: the floor shrinks with their number, what one
-GPU takes above its floor stays, and each all-reduce adds what bench/all_reduce.py measured for its bytes, or an
-estimate.
+step's. --predict runs one GPU only, and says what 2, 4 and 8 would give: the floor shrinks with their number, and so
+does what steps take above it, but for what those of the smallest batch do, which is launches and waits and stays; each
+all-reduce adds what bench/all_reduce.py measured for its bytes, or an estimate.
 """
 
 import argparse
@@ -216,17 +216,22 @@ def predicted(
     run["rows"] = [{"batch": row["batch"], "ttft_ms": 1.0, "tpot_ms": 1.0} for row in one["rows"]]
     with_floors(run, cost, rates, args)
     run["rows"] = [{k: v for k, v in row.items() if not k.startswith("ttft")} for row in run["rows"]]
+    fixed_ms = one["rows"][0]["tpot_ms"] - one["rows"][0]["tpot_floor_ms"]
+
+    def shrunk(above: float, fixed: float) -> float:
+        return min(above, fixed) + max(above - fixed, 0.0) / tp
+
     for row, single in zip(run["rows"], one["rows"], strict=True):
         comm = communication(int(row["batch"])) * 1e3
-        row["tpot_ms"] = row["tpot_floor_ms"] + single["tpot_ms"] - single["tpot_floor_ms"] + comm
+        row["tpot_ms"] = row["tpot_floor_ms"] + shrunk(single["tpot_ms"] - single["tpot_floor_ms"], fixed_ms) + comm
         row |= {"communication": comm / row["tpot_ms"], "tpot_achieved": row["tpot_floor_ms"] / row["tpot_ms"]}
     if "workload_tokens" in one:
         steps = list(workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp))[1:]
         comm = communication(sum(w.prompt_lens)) + sum(communication(num_rows) for _, num_rows in steps)
         above = one["workload_seconds"] - one["workload_floor_seconds"]
-        run["workload_seconds"] = run["workload_floor_seconds"] + above + comm
+        run["workload_seconds"] = run["workload_floor_seconds"] + shrunk(above, fixed_ms * 1e-3 * len(steps)) + comm
     above = one["long_prompt_ms"] - one["long_prompt_floor_ms"]
-    run["long_prompt_ms"] = run["long_prompt_floor_ms"] + above + communication(args.long_prompt_len) * 1e3
+    run["long_prompt_ms"] = run["long_prompt_floor_ms"] + above / tp + communication(args.long_prompt_len) * 1e3
     return run
 
 
