@@ -61,7 +61,7 @@ def main() -> None:
         times = measure_one_row(layer, device) if num_rows == 1 else measure(layer, num_rows)
         untuned = next(iter(times))
         best = min(times, key=times.__getitem__)
-        shape = f"{layer.size_out}x{layer.size_in}"
+        shape = f"{layer.size_out}x{layer.size_in}{' gated' * layer.gated}"
         tqdm.write(
             f"{shape}, {num_rows} rows: floor {layer.num_bytes / bandwidth * 1e6:.1f}, {times[untuned]:.1f} by "
             f"{untuned or 'the library'}, best {times[best]:.1f} us by {best or 'the library'}"
@@ -91,8 +91,8 @@ def linears(name: str, tp: int) -> Iterator[Linear]:
 
 
 def different(layers: Iterable[Linear]) -> list[Linear]:
-    """One for each shape, which is all that the table knows: what is not gated, if there is such a layer."""
-    by_shape = {(layer.size_out, layer.size_in): layer for layer in sorted(layers, key=lambda layer: not layer.gated)}
+    """One for each shape, gated or not, which is all that the table knows."""
+    by_shape = {(layer.size_out, layer.size_in, layer.gated): layer for layer in layers}
     return [by_shape[shape] for shape in sorted(by_shape)]
 
 

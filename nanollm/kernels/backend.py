@@ -85,12 +85,15 @@ def _table(gpu_name: str) -> dict[str, dict[str, list[int] | None]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def measured_cuts(size_out: int, size_in: int, device: torch.device) -> dict[str, list[int] | None]:
+def measured_cuts(
+    size_out: int, size_in: int, device: torch.device, *, gated: bool = False
+) -> dict[str, list[int] | None]:
     """By number of rows, how best to cut a matmul by a weight [O, I] on this GPU, None for the library's.
 
-    Only what bench/tune.py measured: rows may be absent, and all are for shapes or GPUs that it never saw.
+    gated: the weight is gate's and up's, and what comes out is SiLU(gate) * up. Only what bench/tune.py measured: rows
+    may be absent, and all are for shapes or GPUs that it never saw.
     """
-    return _table(gpu(device).name).get(f"{size_out}x{size_in}", {})
+    return _table(gpu(device).name).get(f"{size_out}x{size_in}{' gated' * gated}", {})
 
 
 def overlap(device: torch.device) -> dict[str, bool]:

@@ -54,7 +54,7 @@ class OneRow:
 @functools.cache
 def one_row_cut(size_out: int, size_in: int, gated: bool, device: torch.device) -> OneRow:
     """As bench/tune.py measured it on this GPU, or by the rule."""
-    measured = measured_cuts(size_out, size_in, device).get("1")
+    measured = measured_cuts(size_out, size_in, device, gated=gated).get("1")
     if measured is not None and (cut := OneRow(*measured)).suit(size_out, gated=gated):
         return cut
     return default_one_row_cut(size_out, size_in, gated, gpu(device).num_sms)
