@@ -57,9 +57,11 @@ def main() -> None:
     args = parser.parse_args()
     config, device = resolve_model(args.model, load_format=load_format(args)).config, resolve_device("auto")
     dtype = resolve_dtype("auto", config, device)
+    if missing := [str(path) for path in args.runs if not path.is_file()]:
+        parser.error(f"--runs: no such file: {', '.join(missing)}")
     earlier = [json.loads(path.read_text()) for path in args.runs]
     for name, value in settings(args).items():
-        if other := [found[name] for found in earlier if found[name] != value]:
+        if other := [found.get(name) for found in earlier if found.get(name) != value]:
             parser.error(f"--runs were measured with {name} {other[0]}, this call has {value}")
     degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1)]
     if earlier or args.predict:

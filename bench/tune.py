@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=buckets, choices=buckets, help="default: all")
     parser.add_argument("--out", type=Path, help="folder of the table (default: the package's)")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU, and a table is of one")
     device = torch.device("cuda", torch.cuda.current_device())
     path = table_path(gpu(device).name)
     path = (args.out or path.parent) / path.name

@@ -74,5 +74,7 @@ def test_runs_measured_apart_are_put_together(tiny: Any, tmp_path: Path) -> None
     assert printed.count("(predicted) TPOT, batch 3") == 3
     refused = call(tmp_path, "--model", path, "--runs", *apart, "--prompt-len", 7)
     assert "--runs were measured with prompt_len 6, this call has 7" in refused.stderr
+    refused = call(tmp_path, "--model", path, "--runs", tmp_path / "nothing.json")
+    assert "--runs: no such file" in refused.stderr
     refused = call(tmp_path, "--model", path, "--runs", apart[1], "--predict")
     assert "--predict starts from a run of one GPU" in refused.stderr
