@@ -237,6 +237,9 @@ def run(job: Job, python: str | None) -> dict[str, Any]:
         path = Path(directory) / "job.json"
         path.write_text(json.dumps(asdict(job)))
         command = [python or sys.executable, __file__, "--job", str(path)]
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # so that the process ends with this one
         process = subprocess.Popen(command, stdout=sys.stderr, env=env, start_new_session=True)
         try:
             code = process.wait()

@@ -1,6 +1,6 @@
 """Every GPU kernel against its floor, its plain definition and, for attention, FlashAttention 3 where it is installed.
 
-    python bench/kernels.py [--only decode skinny ...] [--tune] [--out bench/out]
+    python bench/kernels.py [--only decode one_row ...] [--tune] [--out bench/out]
 
 Prints a table and writes kernels.json and kernels.png. Times are medians of CUDA-graph replays over inputs that take
 turns and together exceed the L2 cache. Floor: bytes that must move over --bandwidth, or operations over --tflops,
@@ -23,11 +23,11 @@ from torch import Tensor
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
 from nanollm.kernels.draw import _draw_triton, draw
 from nanollm.kernels.embedding import embedding, embedding_reference
+from nanollm.kernels.one_row_matmul import OneRow, _one_row_triton
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
-from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton
 from nanollm.kernels.threshold import _threshold_triton, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
@@ -131,7 +131,7 @@ class Attention:
     def prefill(self, **options: Any) -> Call:
         arguments = (self.table, self.starts, self.contexts)
         if not options:
-            return lambda i: prefill_attention(self.q, *self.caches[i], *arguments, out=self.out)
+            return lambda i: prefill_attention(self.q, *self.caches[i], *arguments)
         return lambda i: _prefill_attention_triton(self.out, self.q, *self.caches[i], *arguments, **options)
 
     def flash(self) -> Call | None:
@@ -255,7 +255,7 @@ class Linear:
 
 
 # Of Qwen3-0.6B and Qwen3-8B
-SKINNY = {
+ONE_ROW = {
     "0.6B qkv": Linear(4096, 1024, norm=True),
     "0.6B o": Linear(1024, 2048, residual=True),
     "0.6B gate_up": Linear(6144, 1024, norm=True, gated=True),
@@ -268,7 +268,7 @@ SKINNY = {
 
 
 @dataclass
-class Skinny:
+class OneRowInputs:
     """Inputs of a linear layer of one row."""
 
     layer: Linear
@@ -300,9 +300,9 @@ class Skinny:
         return Case(f"matmul 1 x {name}", self.layer.num_bytes, 0, self.copies, calls)
 
 
-def skinny_cases() -> Iterator[Case]:
-    for name, layer in SKINNY.items():
-        inputs = Skinny(layer)
+def one_row_cases() -> Iterator[Case]:
+    for name, layer in ONE_ROW.items():
+        inputs = OneRowInputs(layer)
         yield inputs.case(name, {"nanollm": inputs.ours(), "cublas": inputs.separate()})
 
 
@@ -440,7 +440,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norm_cases,
     "qkv": qkv_cases,
     "elementwise": elementwise_cases,
-    "skinny": skinny_cases,
+    "one_row": one_row_cases,
     "sampling": sampling_cases,
 }
 VARIANTS: dict[str, Callable[[], Iterator[Case]]] = {

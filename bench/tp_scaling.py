@@ -5,14 +5,15 @@
     python bench/tp_scaling.py --model qwen3-8b --runs tp1.json tp2.json --predict --png scaling.png
 
 Speed-up is over the first degree. Communication is the time of its kernels in a step, waiting included, over the
-step's. --predict runs one GPU only, and says what 2, 4 and 8 would give: the floor shrinks with their number, what one
-GPU takes above its floor stays, and each all-reduce adds what bench/all_reduce.py measured for its bytes, or an
-estimate.
+step's. --predict runs one GPU only, and says what 2, 4 and 8 would give: the floor shrinks with their number, and so
+does what steps take above it, but for what those of the smallest batch do, which is launches and waits and stays; each
+all-reduce adds what bench/all_reduce.py measured for its bytes, or an estimate.
 """
 
 import argparse
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +57,17 @@ def main() -> None:
     args = parser.parse_args()
     config, device = resolve_model(args.model, load_format=load_format(args)).config, resolve_device("auto")
     dtype = resolve_dtype("auto", config, device)
+    if missing := [str(path) for path in args.runs if not path.is_file()]:
+        parser.error(f"--runs: no such file: {', '.join(missing)}")
     earlier = [json.loads(path.read_text()) for path in args.runs]
-    if any(found["model"] != args.model for found in earlier):
-        parser.error(f"--runs are of another model than {args.model}")
+    for name, value in settings(args).items():
+        if other := [found.get(name) for found in earlier if found.get(name) != value]:
+            parser.error(f"--runs were measured with {name} {other[0]}, this call has {value}")
     degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1)]
     if earlier or args.predict:
         degrees = args.tp or ([] if earlier else [1])
+    if args.predict and 1 not in {*degrees, *(run["tp"] for found in earlier for run in found["runs"])}:
+        parser.error("--predict starts from a run of one GPU: add --tp 1, or --runs with one")
     # Floors of one table are of one device, and here there may be none.
     rates = Rates(**earlier[0]["rates"]) if earlier else device_rates(device, dtype)
     cost = ModelCost.of(config, earlier[0]["value_bytes"] if earlier else dtype.itemsize)
@@ -74,14 +80,19 @@ def main() -> None:
     if args.predict:
         all_reduce = estimated if args.all_reduce is None else measured(json.loads(args.all_reduce.read_text()))
         runs += [predicted(runs[0], tp, config, cost, rates, all_reduce, args) for tp in (2, 4, 8)]
-    report(runs, args)
     if args.json:
-        settings = {"model": args.model, "nccl": args.nccl, "prompt_len": args.prompt_len}
-        settings |= {"rates": vars(rates), "value_bytes": cost.value_bytes}
         versions = {"nanollm": __version__, "torch": torch.__version__}
-        args.json.write_text(json.dumps(settings | {"versions": versions, "runs": runs}, indent=2) + "\n")
+        about = settings(args) | {"rates": vars(rates), "value_bytes": cost.value_bytes, "versions": versions}
+        args.json.write_text(json.dumps(about | {"runs": runs}, indent=2) + "\n")
+    report(runs, args)
     if args.png:
         draw(args.png, runs, Path(args.model).name)
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What runs must have in common to stand in one table."""
+    names = ("model", "nccl", "batch", "prompt_len", "output_len", "long_prompt_len", "max_len")
+    return {name: getattr(args, name) for name in names}
 
 
 def load_format(args: argparse.Namespace) -> str:
@@ -132,16 +143,23 @@ def long_prompt_seconds(llm: LLM, args: argparse.Namespace) -> float:
 
 
 def communication_seconds(llm: LLM, batch: int, args: argparse.Namespace) -> float:
-    """What rank 0's GPU spends on it in a decode step: the difference of two lengths leaves the prompts out."""
-    lengths, totals = (4, 24), []
+    """What rank 0's GPU spends on it in a decode step: each kernel's launches a step times its median, since a wait for
+    a rank that is late now and then is no part of it. The difference of two lengths leaves the prompts out."""
+    lengths: tuple[int, int] = (4, 24)
+    found: list[dict[str, list[float]]] = []
     for num_tokens in lengths:
         asked = prompts(llm, batch, min(args.prompt_len, 64))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             llm.generate(asked, params(num_tokens), use_tqdm=False)
             torch.cuda.synchronize()
-        events = [e for e in profile.key_averages() if any(name in e.key.lower() for name in COMMUNICATION)]
-        totals.append(sum(event.self_device_time_total for event in events) * 1e-6)
-    return (totals[1] - totals[0]) / (lengths[1] - lengths[0])
+        found.append({})
+        for event in profile.events():
+            if any(name in event.name.lower() for name in COMMUNICATION):
+                found[-1].setdefault(event.name, []).append(event.time_range.elapsed_us() * 1e-6)
+    return sum(
+        statistics.median(times) * (len(times) - len(found[0].get(name, []))) / (lengths[1] - lengths[0])
+        for name, times in found[1].items()
+    )
 
 
 def workload(args: argparse.Namespace) -> Workload:
@@ -200,17 +218,22 @@ def predicted(
     run["rows"] = [{"batch": row["batch"], "ttft_ms": 1.0, "tpot_ms": 1.0} for row in one["rows"]]
     with_floors(run, cost, rates, args)
     run["rows"] = [{k: v for k, v in row.items() if not k.startswith("ttft")} for row in run["rows"]]
+    fixed_ms = one["rows"][0]["tpot_ms"] - one["rows"][0]["tpot_floor_ms"]
+
+    def shrunk(above: float, fixed: float) -> float:
+        return min(above, fixed) + max(above - fixed, 0.0) / tp
+
     for row, single in zip(run["rows"], one["rows"], strict=True):
         comm = communication(int(row["batch"])) * 1e3
-        row["tpot_ms"] = row["tpot_floor_ms"] + single["tpot_ms"] - single["tpot_floor_ms"] + comm
+        row["tpot_ms"] = row["tpot_floor_ms"] + shrunk(single["tpot_ms"] - single["tpot_floor_ms"], fixed_ms) + comm
         row |= {"communication": comm / row["tpot_ms"], "tpot_achieved": row["tpot_floor_ms"] / row["tpot_ms"]}
     if "workload_tokens" in one:
         steps = list(workload_steps(cost, w.prompt_lens, w.output_lens, rates, tp))[1:]
         comm = communication(sum(w.prompt_lens)) + sum(communication(num_rows) for _, num_rows in steps)
         above = one["workload_seconds"] - one["workload_floor_seconds"]
-        run["workload_seconds"] = run["workload_floor_seconds"] + above + comm
+        run["workload_seconds"] = run["workload_floor_seconds"] + shrunk(above, fixed_ms * 1e-3 * len(steps)) + comm
     above = one["long_prompt_ms"] - one["long_prompt_floor_ms"]
-    run["long_prompt_ms"] = run["long_prompt_floor_ms"] + above + communication(args.long_prompt_len) * 1e3
+    run["long_prompt_ms"] = run["long_prompt_floor_ms"] + above / tp + communication(args.long_prompt_len) * 1e3
     return run
 
 
@@ -244,8 +267,10 @@ def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
     import matplotlib.pyplot as plt
 
     first, degrees = runs[0], sorted({run["tp"] for run in runs})
-    labels = [*(f"TPOT, batch {row['batch']}" for row in first["rows"]), "workload W"]
+    labels = [f"TPOT, batch {row['batch']}" for row in first["rows"]]
     none = float("nan")
+    if "workload_seconds" in first:
+        labels.append("workload W")
 
     def gains(run: dict[str, Any]) -> list[float]:
         of_batches = [base["tpot_ms"] / row["tpot_ms"] for base, row in zip(first["rows"], run["rows"], strict=True)]

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from floor import device_rates
-from kernels import Linear, Skinny, copies_of, randn, time_call
+from kernels import Linear, OneRowInputs, copies_of, randn, time_call
 from tqdm import tqdm
 
 from nanollm.config import NAMED_SHAPES
 from nanollm.distributed.partition import HeadPartition, mlp_split
 from nanollm.kernels.backend import gpu, table_path
+from nanollm.kernels.one_row_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanollm.kernels.skinny_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, split_matmul
 
 MARGIN = 0.99  # of the time without a table: what gains less is noise, or not worth a kernel of its own
@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=buckets, choices=buckets, help="default: all")
     parser.add_argument("--out", type=Path, help="folder of the table (default: the package's)")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU, and a table is of one")
     device = torch.device("cuda", torch.cuda.current_device())
     path = table_path(gpu(device).name)
     path = (args.out or path.parent) / path.name
@@ -61,7 +63,7 @@ def main() -> None:
         times = measure_one_row(layer, device) if num_rows == 1 else measure(layer, num_rows)
         untuned = next(iter(times))
         best = min(times, key=times.__getitem__)
-        shape = f"{layer.size_out}x{layer.size_in}"
+        shape = f"{layer.size_out}x{layer.size_in}{' gated' * layer.gated}"
         tqdm.write(
             f"{shape}, {num_rows} rows: floor {layer.num_bytes / bandwidth * 1e6:.1f}, {times[untuned]:.1f} by "
             f"{untuned or 'the library'}, best {times[best]:.1f} us by {best or 'the library'}"
@@ -91,8 +93,8 @@ def linears(name: str, tp: int) -> Iterator[Linear]:
 
 
 def different(layers: Iterable[Linear]) -> list[Linear]:
-    """One for each shape, which is all that the table knows: what is not gated, if there is such a layer."""
-    by_shape = {(layer.size_out, layer.size_in): layer for layer in sorted(layers, key=lambda layer: not layer.gated)}
+    """One for each shape, gated or not, which is all that the table knows."""
+    by_shape = {(layer.size_out, layer.size_in, layer.gated): layer for layer in layers}
     return [by_shape[shape] for shape in sorted(by_shape)]
 
 
@@ -111,14 +113,14 @@ def one_row_cuts(layer: Linear, num_sms: int) -> list[OneRow]:
 def compile_one_row(layers: list[Linear], device: torch.device) -> None:
     with compiling_in_parallel(device, 1), launching_nothing():
         for layer in layers:
-            inputs = Skinny(layer)
+            inputs = OneRowInputs(layer)
             for cut in one_row_cuts(layer, gpu(device).num_sms):
                 inputs.ours(cut)(0)
 
 
 def measure_one_row(layer: Linear, device: torch.device) -> dict[OneRow, float]:
     """Microseconds of each cut, the rule's first."""
-    inputs = Skinny(layer)
+    inputs = OneRowInputs(layer)
     return {cut: time_call(inputs.ours(cut), inputs.copies) for cut in one_row_cuts(layer, gpu(device).num_sms)}
 
 

@@ -100,6 +100,8 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, model: str, *, max_waiting: int = 1024, **kwargs: Any) -> None:
+        if max_waiting < 0:
+            raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
         self.config = EngineConfig.from_args(model, **kwargs)
         self.capacity = self.config.max_num_seqs + max_waiting
         self.tokenizer: PreTrainedTokenizerBase | None = None

@@ -1,7 +1,11 @@
 """`nanollm generate` on an engine of a few lines: what it prints where, and its exit codes."""
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -163,3 +167,20 @@ def test_serve_reads_every_kind_of_flag(monkeypatch: pytest.MonkeyPatch) -> None
         "hf_overrides": {"a": 1},
     }
     assert options == app.ServerOptions(port=1, api_key="secret", allowed_origins=["http://a"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "99999"], "can't listen on 127.0.0.1, port 99999 .*: give another --host or --port"),
+        (["--host", "1.2.3.4"], "can't listen on 1.2.3.4, port 8000 .*: give another --host or --port"),
+        (["--max-waiting", "-1", "--port", "0"], "max_waiting must be at least 0, got -1"),
+        (["--hf-overrides", "{bad"], "argument --hf-overrides: must be JSON, got '{bad': "),
+    ],
+)
+def test_serve_says_which_flag_is_bad(flags: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "nanollm.cli", "serve", "qwen3-0.6b", "--load-format", "dummy", *flags]
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | path)
+    assert result.returncode == 2
+    assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr

@@ -49,7 +49,14 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] =
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
         else:
             name = field.name.upper()
-            group.add_argument(*flags, type=kind if kind in (int, float, str) else json.loads, metavar=name, **settings)
+            group.add_argument(*flags, type=kind if kind in (int, float, str) else _json, metavar=name, **settings)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from None
 
 
 def engine_args(args: argparse.Namespace) -> dict[str, Any]:

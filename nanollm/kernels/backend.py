@@ -86,12 +86,15 @@ def _table(gpu_name: str) -> dict[str, dict[str, list[int] | None]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def measured_cuts(size_out: int, size_in: int, device: torch.device) -> dict[str, list[int] | None]:
+def measured_cuts(
+    size_out: int, size_in: int, device: torch.device, *, gated: bool = False
+) -> dict[str, list[int] | None]:
     """By number of rows, how best to cut a matmul by a weight [O, I] on this GPU, None for the library's.
 
-    Only what bench/tune.py measured: rows may be absent, and all are for shapes or GPUs that it never saw.
+    gated: the weight is gate's and up's, and what comes out is SiLU(gate) * up. Only what bench/tune.py measured: rows
+    may be absent, and all are for shapes or GPUs that it never saw.
     """
-    return _table(gpu(device).name).get(f"{size_out}x{size_in}", {})
+    return _table(gpu(device).name).get(f"{size_out}x{size_in}{' gated' * gated}", {})
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
@@ -99,9 +102,10 @@ def overlap(device: torch.device) -> dict[str, bool]:
 
     Such a kernel starts while the one before it still runs, and calls gdc_wait before it reads what that one writes.
     Every kernel that takes PDL waits, in every program, so that "the one before" includes all before that one. Before
-    the wait only weights are read, what was complete before the step's embedding (which lets others start after its
-    own wait): the lengths and tables of its rows, and where the kernel before does so too, as sampling's do, what is
-    older than that one. Whoever changes weights must synchronize before the next step.
+    the wait only weights are read; what was complete before the step's embedding, which lets others start after its own
+    wait (lengths, positions, slots and tables of its rows, the KV cache of earlier steps); and where the kernel before
+    does so too, as sampling's do, what is older than that one. Whoever changes weights must synchronize before the next
+    step.
     """
     if gpu(device).capability < (9, 0) or gdc_wait is None:
         return {"PDL": False}

@@ -153,8 +153,9 @@ def _load_tile(
     offset_CH = (slot_C * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_H[None, :]
     inside_C = token_C < context
     inside_CH = inside_C[:, None] & (dim_H < HEAD_DIM)[None, :]
-    k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0)
-    v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0)
+    # Each is read once, so past the L1 cache, where a program that started early might find what was there before.
+    k_CH = tl.load(k_cache + offset_CH, mask=inside_CH, other=0.0, cache_modifier=".cg")
+    v_CH = tl.load(v_cache + offset_CH, mask=inside_CH, other=0.0, cache_modifier=".cg")
     return k_CH, v_CH, inside_C
 
 
@@ -391,8 +392,10 @@ def _decode_attention_triton(
         return
     launch = launch or launch_for(num_rows, num_kv_heads, head_dim, k_cache.dtype, gpu(device))
     num_splits = launch.num_splits
-    partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
-    lse = torch.empty(num_rows * num_heads * num_splits, dtype=torch.float32, device=device)
+    partial = lse = out_BNH
+    if num_splits > 1:
+        partial = torch.empty(num_rows * num_heads * num_splits * head_dim, dtype=torch.float32, device=device)
+        lse = torch.empty(num_rows * num_heads * num_splits, dtype=torch.float32, device=device)
     _decode_attention_kernel[(num_kv_heads, num_rows, num_splits)](
         out_BNH,
         partial,
@@ -446,7 +449,8 @@ def decode_attention_from_qkv(
 ) -> Tensor:
     """qkv_to_cache, then decode_attention, in one kernel on a GPU. qkv_BX: as qkv_to_cache takes it. Returns [B, N, H].
 
-    What is left in the caches, and the result, are those of the two to within rounding.
+    What is left in the caches, and the result, are those of the two to within rounding. All but qkv_BX must be complete
+    before the step's embedding (see overlap()), and no row may read what another row writes in this step.
     """
     if not runs_triton(qkv_BX):
         q_BNH = qkv_to_cache(

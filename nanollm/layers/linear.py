@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.one_row_matmul import one_row_matmul, suits_one_row
 from nanollm.kernels.silu_mul import silu_mul
-from nanollm.kernels.skinny_matmul import skinny_matmul, suits_skinny_matmul
 from nanollm.kernels.split_matmul import Tiles, split_matmul, tiles_for
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.weights import TensorPart
@@ -24,9 +24,9 @@ class LinearBase(nn.Module):
         self.weight = nn.Parameter(torch.empty(size_out, size_in), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size_out), requires_grad=False) if bias else None
 
-    def suits_skinny(self, num_rows: int) -> bool:
+    def suits_one_row(self, num_rows: int) -> bool:
         """Whether to read the weights with the kernel for one row, which norm, gate and residual are folded into."""
-        return self.bias is None and suits_skinny_matmul(num_rows, self.weight)
+        return self.bias is None and suits_one_row(num_rows, self.weight)
 
     def tiles(self, num_rows: int) -> Tiles | None:
         """How to read the weights with the kernel for some rows, which may leave parts to be added up; None: don't."""
@@ -51,11 +51,11 @@ class ColumnParallelLinear(LinearBase):
 
     def _forward(self, hidden: Hidden, *, gated: bool) -> tuple[Tensor, Tensor]:
         x_TD, norm_D = hidden.residual_TD, hidden.norm_weight_D
-        if x_TD is not None and hidden.pending_TD is None and self.suits_skinny(len(x_TD)):
-            return skinny_matmul(x_TD, self.weight, norm_D, hidden.norm_eps, gated=gated), x_TD
+        if x_TD is not None and hidden.pending_TD is None and self.suits_one_row(len(x_TD)):
+            return one_row_matmul(x_TD, self.weight, norm_D, hidden.norm_eps, gated=gated), x_TD
         normed_TD, residual_TD = hidden.resolve(self.tp)
-        if self.suits_skinny(len(normed_TD)):
-            return skinny_matmul(normed_TD, self.weight, gated=gated), residual_TD
+        if self.suits_one_row(len(normed_TD)):
+            return one_row_matmul(normed_TD, self.weight, gated=gated), residual_TD
         if not gated and (tiles := self.tiles(len(normed_TD))):
             return split_matmul(normed_TD, self.weight, tiles), residual_TD
         y_r = F.linear(normed_TD, self.weight, self.bias)
@@ -115,10 +115,10 @@ class RowParallelLinear(LinearBase):
         self.unused_bias = bias and tp.rank != 0
 
     def forward(self, x_r: Tensor, residual_TD: Tensor) -> Hidden:
-        if self.suits_skinny(len(x_r)):
+        if self.suits_one_row(len(x_r)):
             if self.tp.size == 1:
-                return Hidden(skinny_matmul(x_r, self.weight, residual_1O=residual_TD), None)
-            return Hidden(residual_TD, skinny_matmul(x_r, self.weight))
+                return Hidden(one_row_matmul(x_r, self.weight, residual_1O=residual_TD), None)
+            return Hidden(residual_TD, one_row_matmul(x_r, self.weight))
         if tiles := self.tiles(len(x_r)):
             return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))
         if self.tp.size == 1 and self.bias is None and x_r.is_cuda:  # the matmul adds to what is there at no cost

@@ -1,5 +1,6 @@
 """Steps with prompt chunks: kernel by kernel, or as one CUDA graph for each shape that comes again."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,7 @@ class MixedSteps:
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
         self._seen: set[StepShape] = set()
         self._pool: Any = None
+        self._graph_bytes = sys.maxsize  # what the largest one takes, once that is known
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]]:
         """Queue the step up to its logits. Returns those of the rows that sample, [S, V_r]; and what queues the rest,
@@ -107,7 +109,10 @@ class MixedSteps:
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""
         self._forward_nothing(self._largest)
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
         self._capture(self._largest)
+        self._graph_bytes = before - torch.cuda.mem_get_info()[0]
 
     def forget(self) -> None:
         """Drop all captured graphs and their memory."""
@@ -142,7 +147,9 @@ class MixedSteps:
 
     def _capture(self, shape: StepShape) -> None:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()
+        # Graphs have memory of their own. PyTorch's cache is emptied for it only if it must be: steps wait for that.
+        if torch.cuda.mem_get_info()[0] < self._graph_bytes:
+            torch.cuda.empty_cache()
         with capturing(self._pool) as graph:
             hidden = self._forward(self._packed[: sum(shape.lengths)], shape)
             given = (hidden.residual_TD, hidden.pending_TD)

@@ -228,6 +228,7 @@ class ModelRunner:
         """Memory that the CUDA graphs will take: the largest, whose pools the others share, and a little for each."""
         if not self.captured:
             return 0
+        torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(self.device)[0]
         self.decode.capture(self.captured[-1:])
         self.mixed.capture_largest()

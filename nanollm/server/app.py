@@ -184,7 +184,13 @@ async def _serve(model: str, options: ServerOptions, engine_args: dict[str, Any]
     name = options.served_model_name or model
     listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((options.host, options.port))  # before the model is loaded, in case the port is taken
+    try:
+        listener.bind((options.host, options.port))  # before the model is loaded, in case the port is taken
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(
+            f"can't listen on {options.host}, port {options.port} ({error}): give another --host or --port"
+        ) from None
     async with AsyncLLMEngine(model, max_waiting=options.max_waiting, **engine_args) as engine:
         if template is not None:
             need_tokenizer(engine.tokenizer, "--chat-template").chat_template = template

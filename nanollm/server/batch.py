@@ -169,7 +169,9 @@ class BatchOutput:
             try:
                 custom_id = decoder.decode(text if is_whole else b"").custom_id
             except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-                raise ValueError(f"{self._path}: line {number} is no answer: {error}; remove it") from None
+                raise ValueError(
+                    f"{self._path}: line {number} is no answer: {error}; remove it, or name another --output"
+                ) from None
             if not lines.mark(custom_id):
                 raise ValueError(
                     f"{self._path}: line {number} answers {custom_id!r:.200}, which {lines.path} doesn't ask: name "
@@ -196,7 +198,8 @@ def run_batch(model: str, engine_args: dict[str, Any], input_path: Path, output_
     import uvloop
 
     if not input_path.is_file():
-        raise ValueError(f"--input {input_path} must be a regular file, since it is read more than once")
+        why = "must be a regular file, since it is read more than once" if input_path.exists() else "does not exist"
+        raise ValueError(f"--input {input_path} {why}")
     lines = BatchInput(input_path)
     output = BatchOutput(output_path, lines)
     try:

@@ -45,7 +45,7 @@ async def create_chat(service: Service, request: Request) -> Response:
     service.check_model(asked.model)
     if asked.chat_template is not None:
         raise ApiError(400, "chat_template is the server's to choose: start it with --chat-template")
-    forced, max_calls, arguments = _read_tools(asked)
+    forced, max_calls, schema, ending = _read_tools(asked)
     messages = [_as_template_message(i, message) for i, message in enumerate(asked.messages)]
     thinks = is_thinking = False
 
@@ -70,7 +70,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         defaults,
         logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
         **{} if max_tokens is None else {"max_tokens": max_tokens},
-        **{} if arguments is None else {"structured_outputs": {"json": arguments}},
+        **{} if schema is None else {"structured_outputs": {"json": schema}},
     )
     stream = bool(asked.stream)
     chat_id = service.make_id("chatcmpl", asked.request_id)
@@ -80,7 +80,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         _Answer(
             AnswerParser(thinks=thinks, is_thinking=is_thinking, max_calls=max_calls),
             forced,
-            "" if arguments is None else "}\n</tool_call>",
+            ending,
             params.logprobs or 0,
         )
         for _ in range(params.n)
@@ -92,11 +92,12 @@ async def create_chat(service: Service, request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None]:
-    """Returns (how the answer must begin so that a tool is called, most calls to look for, the schema of what follows).
+def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None, str]:
+    """Returns (how the answer must begin so that a tool is called, most calls to look for, the schema of what follows,
+    what ends it then).
 
-    A beginning ends where a token does: tokens like ` {"` must not be cut. There is a schema for one function by name:
-    then the model writes its arguments only.
+    A beginning ends where a token does: tokens like ` {"` must not be cut. Where one function can be meant, the model
+    writes its arguments only; else its name too. Functions with "strict": false may get any arguments.
     """
     names = [_tool_name(i, tool) for i, tool in enumerate(asked.tools or [])]
     if len(names) > MAX_TOOLS:
@@ -104,21 +105,39 @@ def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None]:
     choice = asked.tool_choice
     many = 1 if asked.parallel_tool_calls is False else sys.maxsize
     if choice is None or choice in ("auto", "none"):
-        return "", many if names and choice != "none" else 0, None
+        return "", many if names and choice != "none" else 0, None, ""
     if not names:
         raise ApiError(400, f"tool_choice {choice!r:.200} needs tools")
-    if choice == "required":
-        return '<tool_call>\n{"name":', many, None
-    name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
-    if name not in names:
-        raise ApiError(400, f"tool_choice must be none, auto, required or a function of tools, got {choice!r:.200}")
-    function = (asked.tools or [])[names.index(name)]["function"]
-    arguments = None
-    if function.get("strict") is not False:
-        if asked.structure is not None:
-            raise ApiError(400, "tool_choice of one function says what the answer is: leave out what else says so")
-        arguments = function.get("parameters") or {"type": "object", "additionalProperties": True}
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":', 1, arguments
+    if choice != "required":
+        name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+        if name not in names:
+            raise ApiError(400, f"tool_choice must be none, auto, required or a function of tools, got {choice!r:.200}")
+        names = [name]
+    functions = {tool["function"]["name"]: tool["function"] for tool in asked.tools or []}
+    strict = [name for name in names if functions[name].get("strict") is not False]
+    if strict and asked.structure is not None:
+        raise ApiError(400, f"tool_choice {choice!r:.200} says what the answer is: leave out what else says so")
+    anything = {"type": "object", "additionalProperties": True}
+    schemas = {name: functions[name].get("parameters") or anything for name in strict}
+    if len(names) == 1:
+        beginning = f'<tool_call>\n{{"name": {json.dumps(names[0])}, "arguments":'
+        return beginning, 1, schemas.get(names[0]), "}\n</tool_call>" if strict else ""
+    if not strict:
+        return '<tool_call>\n{"name":', many, None, ""
+    calls = []
+    for name in names:
+        arguments = schemas.get(name, anything)
+        if "$ref" in json.dumps(arguments):  # which is read from the root
+            arguments = anything
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return "<tool_call>\n", 1, {"anyOf": calls}, "\n</tool_call>"
 
 
 def _tool_name(i: int, tool: Any) -> str:

@@ -13,11 +13,15 @@ ROOT = Path(__file__).parent.parent.parent
 SMALL = ("--batch", 1, 3, "--prompt-len", 6, "--output-len", 5, "--long-prompt-len", 40, "--num-prompts", 3)
 
 
-def run(tmp_path: Path, *arguments: object) -> tuple[str, dict[str, Any]]:
+def call(tmp_path: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
     files = ("--json", tmp_path / "result.json", "--png", tmp_path / "result.png")
     command = [sys.executable, ROOT / "bench" / "tp_scaling.py", *SMALL, "--max-len", 8, *files, *arguments]
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
+
+
+def run(tmp_path: Path, *arguments: object) -> tuple[str, dict[str, Any]]:
+    result = call(tmp_path, *arguments)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     return result.stdout, json.loads((tmp_path / "result.json").read_text())
@@ -68,3 +72,9 @@ def test_runs_measured_apart_are_put_together(tiny: Any, tmp_path: Path) -> None
     assert together["runs"][:2] == [json.loads(file.read_text())["runs"][0] for file in apart]
     assert printed.count("workload W") == 4  # tp 2 was measured without
     assert printed.count("(predicted) TPOT, batch 3") == 3
+    refused = call(tmp_path, "--model", path, "--runs", *apart, "--prompt-len", 7)
+    assert "--runs were measured with prompt_len 6, this call has 7" in refused.stderr
+    refused = call(tmp_path, "--model", path, "--runs", tmp_path / "nothing.json")
+    assert "--runs: no such file" in refused.stderr
+    refused = call(tmp_path, "--model", path, "--runs", apart[1], "--predict")
+    assert "--predict starts from a run of one GPU" in refused.stderr

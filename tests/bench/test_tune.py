@@ -10,8 +10,8 @@ import torch
 
 from nanollm.config import NAMED_SHAPES, ModelConfig
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels import backend, skinny_matmul, split_matmul
-from nanollm.kernels.skinny_matmul import OneRow, default_one_row_cut, one_row_cut
+from nanollm.kernels import backend, one_row_matmul, split_matmul
+from nanollm.kernels.one_row_matmul import OneRow, default_one_row_cut, one_row_cut
 from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, default_tiles
 from nanollm.layers.linear import LinearBase
 from nanollm.models.qwen3 import Qwen3ForCausalLM
@@ -28,11 +28,12 @@ SHARED_BYTES = {"NVIDIA_H200": 227 * 1024}
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_every_cut_in_a_table_can_run(path: Path) -> None:
     for shape, found in json.loads(path.read_text()).items():
-        size_out, size_in = map(int, shape.split("x"))
+        gated = shape.endswith(" gated")
+        size_out, size_in = map(int, shape.removesuffix(" gated").split("x"))
         assert {int(rows) for rows in found} <= {1, *ROW_BUCKETS}, shape
         for rows, cut in found.items():
             if rows == "1":
-                assert OneRow(*cut).suit(size_out, gated=False), shape
+                assert OneRow(*cut).suit(size_out, gated=gated), shape
             elif cut is not None:
                 tiles = Tiles(*cut)
                 assert tiles.suit(size_out, size_in) and tiles.fit(SHARED_BYTES[path.stem]), (shape, rows)
@@ -60,12 +61,14 @@ def test_cuts_of_one_row_that_are_tried(name: str, tp: int) -> None:
         assert all(layer.size_out // cut.outs >= 132 for cut in cuts[1:])
 
 
-def test_of_one_shape_the_layer_without_a_gate_is_measured() -> None:
-    """Qwen3-8B's QKV on one GPU has as many weights as a quarter of its gate and up: only the former may be split."""
-    layers = [*linears("qwen3-8b", 1), *linears("qwen3-8b", 4)]
-    same = [layer for layer in layers if (layer.size_out, layer.size_in) == (6144, 4096)]
+def test_layers_of_one_shape_with_and_without_a_gate_have_cuts_of_their_own(table: Path) -> None:
+    """Qwen3-8B's QKV on one GPU has as many weights as a quarter of its gate and up."""
+    layers = [*linears("qwen3-8b", 1), *linears("qwen3-8b", 4), *linears("qwen3-8b", 1)]
+    same = [layer for layer in different(layers) if (layer.size_out, layer.size_in) == (6144, 4096)]
     assert [layer.gated for layer in same] == [False, True]
-    assert [layer for layer in different(layers) if layer in same] == same[:1]
+    table.write_text('{"6144x4096": {"1": [2, 512, 1]}, "6144x4096 gated": {"1": [8, 512, 1]}}')
+    assert one_row_cut(6144, 4096, False, CPU) == OneRow(2, 512, 1)
+    assert one_row_cut(6144, 4096, True, CPU) == OneRow(8, 512, 1)
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
             cached.cache_clear()
 
     found = backend.Gpu("Some GPU", (9, 0), 227 * 1024, 132)
-    for module in (backend, skinny_matmul, split_matmul):
+    for module in (backend, one_row_matmul, split_matmul):
         monkeypatch.setattr(module, "gpu", lambda device: found)
     monkeypatch.setattr(backend, "__file__", str(tmp_path / "backend.py"))
     path = tmp_path / "tuned" / "Some_GPU.json"
@@ -112,7 +115,7 @@ def test_rows_that_were_not_measured_follow_the_rule(table: Path) -> None:
 )
 def test_a_cut_that_the_kernel_cannot_launch_is_passed_over(table: Path, cut: list[int], gated: bool) -> None:
     """No powers of two, not a divisor of the outputs, more values than registers, one row of two halves."""
-    table.write_text(json.dumps({"5760x1024": {"1": cut}}))
+    table.write_text(json.dumps({f"5760x1024{' gated' * gated}": {"1": cut}}))
     assert one_row_cut(5760, 1024, gated, CPU) == default_one_row_cut(5760, 1024, gated, 132)
 
 
@@ -124,10 +127,10 @@ def test_one_row_is_launched_as_the_table_says(table: Path, monkeypatch: pytest.
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return lambda *_, **options: launches.append((grid, *(options[o] for o in ("OUTS", "CHUNK", "num_warps"))))
 
-    monkeypatch.setattr(skinny_matmul, "_one_row_kernel", Kernel())
-    table.write_text('{"96x64": {"1": [8, 64, 1]}}')
+    monkeypatch.setattr(one_row_matmul, "_one_row_kernel", Kernel())
+    table.write_text('{"96x64": {"1": [8, 64, 1]}, "96x64 gated": {"1": [8, 64, 1]}}')
     for gated in (False, True):
-        skinny_matmul._one_row_triton(torch.zeros(1, 64), torch.zeros(96, 64), gated=gated)
+        one_row_matmul._one_row_triton(torch.zeros(1, 64), torch.zeros(96, 64), gated=gated)
     assert launches == [((12,), 8, 64, 1), ((12,), 4, 64, 1)]
 
 

@@ -51,6 +51,22 @@ def test_decode_attention_from_qkv(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("group", "launch"),
+    [
+        (4, Launch(16, 64, 64, 2, 4)),
+        (8, Launch(32, 64, 64, 2, 4)),
+        (2, Launch(2, 2048, 64, 4, 4)),
+        (4, Launch(1, 2048, 64, 4, 4, early=False)),
+    ],
+)
+def test_decode_attention_from_qkv_as_it_is_launched_for_few_and_many_rows(group: int, launch: Launch) -> None:
+    checks.check_decode_attention_from_qkv(
+        EDGES, launch, group=group, num_kv_heads=2, head_dim=128, block_size=64, qk_norm=True,
+        device="cuda", dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("tile", "stages", "num_warps"), [(32, 3, 2), (64, 4, 4), (128, 3, 8)])
 def test_decode_attention_in_every_launch_form(num_splits: int, tile: int, stages: int, num_warps: int) -> None:
@@ -214,8 +230,8 @@ def test_ties() -> None:
     ("norm", "gated", "residual"), [(True, False, False), (False, False, True), (True, True, False)]
 )
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1024, 4096), (3072, 1024), (2560, 48), (4096, 6144)])
-def test_skinny_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
-    checks.check_skinny_matmul(
+def test_one_row_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
+    checks.check_one_row_matmul(
         size_in, size_out, norm=norm, gated=gated, residual=residual, device="cuda", dtype=torch.bfloat16
     )
 

@@ -17,6 +17,7 @@ from nanollm.kernels.decode_attention import Launch, NewTokens, _decode_attentio
 from nanollm.kernels.draw import _draw_triton, draw_reference
 from nanollm.kernels.embedding import _embedding_triton
 from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
+from nanollm.kernels.one_row_matmul import OneRow, _one_row_triton, one_row_matmul_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
 from nanollm.kernels.prepare_decode import (
     NEW_BLOCK,
@@ -28,7 +29,6 @@ from nanollm.kernels.prepare_decode import (
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
-from nanollm.kernels.skinny_matmul import OneRow, _one_row_triton, skinny_matmul_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
 from nanollm.kernels.threshold import Limits, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
@@ -485,7 +485,7 @@ def check_advance_rows(*, device: str) -> None:
         assert torch.equal(ours, getattr(states[1], name)), name
 
 
-def check_skinny_matmul(
+def check_one_row_matmul(
     size_in: int, size_out: int, *, norm: bool, gated: bool, residual: bool, device: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -493,7 +493,7 @@ def check_skinny_matmul(
     weight = randn(size_out * (1 + gated), size_in, device=device, dtype=dtype) * size_in**-0.5
     norm_weight = randn(size_in, device=device, dtype=dtype) if norm else None
     added = randn(1, size_out, device=device, dtype=dtype) if residual else None
-    expected = skinny_matmul_reference(
+    expected = one_row_matmul_reference(
         x.double(),
         weight.double(),
         None if norm_weight is None else norm_weight.double(),

@@ -1,7 +1,8 @@
 """Compiles for one GPU architecture, without the GPU, what the launchers would launch there; test_compile.py runs it.
 
 `python -m tests.kernels.compiled 90 128,4,16` compiles for compute capability 9.0, attention with head dim 128, 4 query
-heads a KV head and blocks of 16 tokens. It prints a line of JSON for each kernel: name and bytes of shared memory.
+heads a KV head and blocks of 16 tokens. It prints a line of JSON for each kernel: name, bytes of shared memory, and
+whether it waits for the kernel before it, and only then lets the next one start (see backend.overlap).
 """
 
 import json
@@ -20,12 +21,12 @@ from nanollm.kernels import (
     decode_attention,
     draw,
     embedding,
+    one_row_matmul,
     prefill_attention,
     prepare_decode,
     qkv_to_cache,
     rms_norm,
     silu_mul,
-    skinny_matmul,
     split_matmul,
     threshold,
     tile_stats,
@@ -54,26 +55,29 @@ class Driver:
 def compile_instead_of_launching(capability: int) -> None:
     triton.runtime.driver.set_active(Driver(capability))
     found = backend.Gpu("", divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
-    for module in (backend, all_reduce, decode_attention, prefill_attention, skinny_matmul):
+    for module in (backend, all_reduce, decode_attention, prefill_attention, one_row_matmul):
         module.gpu = lambda device: found  # type: ignore[attr-defined]
     run = JITFunction.run
 
     def warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps([self.fn.__name__, kernel.metadata.shared]), flush=True)
+        ptx = kernel.asm["ptx"]
+        wait, release = (ptx.find(f"griddepcontrol.{name}") for name in ("wait", "launch_dependents"))
+        print(json.dumps([self.fn.__name__, kernel.metadata.shared, 0 <= wait < release]), flush=True)
 
     JITFunction.run = warm_up  # type: ignore[method-assign]
 
 
 def launch_attention(head_dim: int, group: int, block_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
     cache = torch.zeros(2, block_size, 8, head_dim, dtype=dtype)
-    q = torch.zeros(16, 8 * group, head_dim, dtype=dtype)
-    tables, ints = torch.zeros(16, 4, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
+    for num_rows in (1, 16, 64):
+        q = torch.zeros(num_rows, 8 * group, head_dim, dtype=dtype)
+        tables, ints = torch.zeros(num_rows, 4, dtype=torch.int32), torch.zeros(num_rows + 1, dtype=torch.int32)
+        positions, norm = torch.zeros(num_rows, dtype=torch.long), cache[0, 0, 0]
+        source = decode_attention.NewTokens(norm, norm, 1e-6, torch.zeros(64, head_dim), positions, positions)
+        projection = torch.zeros(2, num_rows, 8 * (group + 2) * head_dim)
+        decode_attention._decode_attention_triton(q, projection, cache, cache, tables, ints[1:], source=source)
     decode_attention._decode_attention_triton(q, q, cache, cache, tables, ints[1:])
-    positions, norm = torch.zeros(16, dtype=torch.long), cache[0, 0, 0]
-    source = decode_attention.NewTokens(norm, norm, 1e-6, torch.zeros(64, head_dim), positions, positions)
-    projection = torch.zeros(2, 16, 8 * (group + 2) * head_dim)
-    decode_attention._decode_attention_triton(q, projection, cache, cache, tables, ints[1:], source=source)
     prefill_attention._prefill_attention_triton(q, q, cache, cache, tables, ints, ints[1:])
 
 
@@ -99,10 +103,10 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     state = prepare_decode.DecodeState(table, long)
     prepare_decode._prepare_decode_triton(table[:16], state, prepare_decode.DecodeInputs.empty(16, state), 16)
     matrix = torch.zeros(2048, 3072, dtype=dtype)
-    skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
+    one_row_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True)
     for outs, num_warps in ((2, 1), (32, 8)):  # the smallest and the largest program that tuning tries
-        cut = skinny_matmul.OneRow(outs, 1024, num_warps)
-        skinny_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True, cut=cut)
+        cut = one_row_matmul.OneRow(outs, 1024, num_warps)
+        one_row_matmul._one_row_triton(matrix[:1], matrix, weight[:3072], 1e-6, gated=True, cut=cut)
     for num_rows in (4, 16, 64):
         tiles = split_matmul.default_tiles(num_rows, 2048, 3072, 132)
         assert tiles is not None

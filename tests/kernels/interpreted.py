@@ -56,13 +56,27 @@ def test_decode_attention_of_any_number_of_splits(num_splits: int) -> None:
     )  # fmt: skip
 
 
+def test_decode_attention_combines_many_large_splits() -> None:
+    checks.check_decode_attention(
+        [1, 65, 200], Launch(16, min_split=16, tile=16, stages=3, num_warps=4),
+        group=8, num_kv_heads=1, head_dim=256, block_size=16, **ON_CPU,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("group", "head_dim", "block_size", "num_splits", "qk_norm"),
-    [(1, 64, 16, 4, False), (2, 128, 256, 1, True), (3, 80, 1, 4, True), (8, 256, 16, 2, True)],
+    ("group", "head_dim", "block_size", "launch", "qk_norm"),
+    [
+        (1, 64, 16, Launch(4, 32, 16, 3, 4), False),
+        (2, 128, 256, Launch(1, 32, 16, 3, 4), True),
+        (3, 80, 1, Launch(4, 32, 16, 3, 4), True),
+        (8, 256, 16, Launch(2, 32, 16, 3, 4), True),
+        (3, 80, 16, Launch(1, 2048, 16, 3, 4, early=False), True),
+        (3, 80, 16, Launch(4, 16, 16, 3, 4), True),  # some splits have the new token's tile, and nothing of the cache
+    ],
 )
-def test_decode_attention_from_qkv(group: int, head_dim: int, block_size: int, num_splits: int, qk_norm: bool) -> None:
+def test_decode_attention_from_qkv(group: int, head_dim: int, block_size: int, launch: Launch, qk_norm: bool) -> None:
     checks.check_decode_attention_from_qkv(
-        [1, 16, 17, 0, 33, 70], Launch(num_splits, min_split=32, tile=16, stages=3, num_warps=4),
+        [1, 16, 17, 0, 33, 70], launch,
         group=group, num_kv_heads=1 + group % 2, head_dim=head_dim, block_size=block_size, qk_norm=qk_norm, **ON_CPU,
     )  # fmt: skip
 
@@ -170,8 +184,8 @@ def test_ties() -> None:
     [(True, False, True), (True, True, False), (False, False, True), (False, True, True)],
 )
 @pytest.mark.parametrize(("size_in", "size_out"), [(64, 16), (1280, 48)])
-def test_skinny_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
-    checks.check_skinny_matmul(size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
+def test_one_row_matmul(norm: bool, gated: bool, residual: bool, size_in: int, size_out: int) -> None:
+    checks.check_one_row_matmul(size_in, size_out, norm=norm, gated=gated, residual=residual, **ON_CPU)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ KERNELS = {
 }
 
 
-def compile_for(capability: int, cache: Path) -> list[tuple[str, int]]:
-    """(kernel, bytes of shared memory) of all, in a process without TRITON_INTERPRET."""
+def compile_for(capability: int, cache: Path) -> list[tuple[str, int, bool]]:
+    """(kernel, bytes of shared memory, whether it waits first) of all, in a process without TRITON_INTERPRET."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", str(capability), *SHAPES],
@@ -50,14 +50,22 @@ def compile_for(capability: int, cache: Path) -> list[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[list[tuple[str, int]]]]]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[list[tuple[str, int, bool]]]]]:
     with ThreadPoolExecutor(2) as pool:
         cache = tmp_path_factory.mktemp("triton")
         yield {capability: pool.submit(compile_for, capability, cache) for capability in SHARED_KIB}
 
 
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_kernels_fit_the_shared_memory(compiled: dict[int, Future[list[tuple[str, int]]]], capability: int) -> None:
+def test_kernels_fit_the_shared_memory(
+    compiled: dict[int, Future[list[tuple[str, int, bool]]]], capability: int
+) -> None:
     kernels = compiled[capability].result()
-    assert {name for name, _ in kernels} == KERNELS
-    assert [(name, shared) for name, shared in kernels if shared > SHARED_KIB[capability] * 1024] == []
+    assert {name for name, _, _ in kernels} == KERNELS
+    assert [(name, shared) for name, shared, _ in kernels if shared > SHARED_KIB[capability] * 1024] == []
+
+
+def test_nothing_after_the_embedding_starts_before_what_precedes_it_is_complete(
+    compiled: dict[int, Future[list[tuple[str, int, bool]]]],
+) -> None:
+    assert ("_embedding_kernel", True) in {(name, waits_first) for name, _, waits_first in compiled[90].result()}

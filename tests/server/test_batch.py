@@ -202,6 +202,9 @@ def test_a_pipe_can_not_be_read_twice(tmp_path: Path) -> None:
     os.mkfifo(batch.input)
     code, stderr = batch.run()
     assert code == 2 and "must be a regular file" in stderr
+    batch.input.unlink()
+    code, stderr = batch.run()
+    assert code == 2 and f"{batch.input} does not exist" in stderr
 
 
 def test_the_input_is_not_its_own_output(tmp_path: Path) -> None:

@@ -98,3 +98,26 @@ def test_a_grammar_that_takes_long_holds_nobody_up(server: ServerProcess) -> Non
     waiting.join()
     assert answers[0].status_code == 200 and answers[0].json()["choices"][0]["text"].startswith("{")
     assert server.is_idle()
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_required_call_is_of_one_of_the_tools_and_fits_it(server: ServerProcess, others: int) -> None:
+    """The model was asked something else, and hardly knows tools: left alone it would call none of these."""
+    functions: list[dict[str, Any]] = [{"name": "book", "parameters": SCHEMA}]
+    by_reference = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"type": "integer"}}}
+    functions += [{"name": "any", "strict": False}, {"name": "refers", "parameters": by_reference}][:others]
+    tools: Any = [{"type": "function", "function": function} for function in functions]
+    for seed in range(3):
+        asked = ASKED | {"tools": tools, "tool_choice": "required", "temperature": 1.0, "seed": seed, "max_tokens": 120}
+        (choice,) = server.client().chat.completions.create(**asked).choices
+        if choice.finish_reason == "length" and others:
+            continue  # any arguments may be long
+        (call,) = choice.message.tool_calls or []
+        assert call.function.name in [function["name"] for function in functions]
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "book":
+            jsonschema.validate(arguments, SCHEMA)
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    asked = ASKED | {"tools": tools, "tool_choice": "required", "structured_outputs": {"choice": ["a"]}}
+    refused = server.post("/v1/chat/completions", asked)
+    assert refused.status_code == 400 and "tool_choice 'required' says what the answer is" in refused.text

@@ -23,9 +23,9 @@ from nanollm.kernels.rms_norm import rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul_reference
 
 
-def suits_skinny_matmul(num_rows: int, weight_OD: Tensor) -> bool:
-    """Whether skinny_matmul can be used, which then beats the library's with separate kernels around it."""
-    return num_rows == 1 and runs_triton(weight_OD) and len(weight_OD) % 32 == 0
+def suits_one_row(num_rows: int, weight_OD: Tensor) -> bool:
+    """Whether one_row_matmul can be used, which then beats the library's with separate kernels around it."""
+    return num_rows == 1 and runs_triton(weight_OD) and len(weight_OD) % 16 == 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class OneRow:
         return (
             all(size == power_of_2(size) for size in sizes)
             and size_out % self.outs == 0
-            and self.outs > gated
+            and (self.outs > 1 or not gated)
             and self.num_warps <= 32
             and self.outs * self.chunk <= 128 * 32 * self.num_warps
         )
@@ -54,7 +54,7 @@ class OneRow:
 @functools.cache
 def one_row_cut(size_out: int, size_in: int, gated: bool, device: torch.device) -> OneRow:
     """As bench/tune.py measured it on this GPU, or by the rule."""
-    measured = measured_cuts(size_out, size_in, device).get("1")
+    measured = measured_cuts(size_out, size_in, device, gated=gated).get("1")
     if measured is not None and (cut := OneRow(*measured)).suit(size_out, gated=gated):
         return cut
     return default_one_row_cut(size_out, size_in, gated, gpu(device).num_sms)
@@ -70,22 +70,22 @@ def default_one_row_cut(size_out: int, size_in: int, gated: bool, num_sms: int) 
     return OneRow(2, 1024, 2)
 
 
-def skinny_matmul_reference(
-    x_MD: Tensor,
+def one_row_matmul_reference(
+    x_1D: Tensor,
     weight_OD: Tensor,
     norm_weight_D: Tensor | None = None,
     eps: float = 0.0,
-    residual_MO: Tensor | None = None,
+    residual_1O: Tensor | None = None,
     *,
     gated: bool = False,
 ) -> Tensor:
-    """The definition; arguments as in skinny_matmul."""
+    """The definition; arguments as in one_row_matmul."""
     if norm_weight_D is not None:
-        x_MD = rms_norm_reference(x_MD, norm_weight_D, eps)
-    y_MO = F.linear(x_MD, weight_OD)
+        x_1D = rms_norm_reference(x_1D, norm_weight_D, eps)
+    y_1O = F.linear(x_1D, weight_OD)
     if gated:
-        y_MO = silu_mul_reference(y_MO)
-    return y_MO if residual_MO is None else residual_MO + y_MO
+        y_1O = silu_mul_reference(y_1O)
+    return y_1O if residual_1O is None else residual_1O + y_1O
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _one_row_triton(
     return y_1O
 
 
-def skinny_matmul(
+def one_row_matmul(
     x_1D: Tensor,
     weight_OD: Tensor,
     norm_weight_D: Tensor | None = None,
@@ -195,9 +195,9 @@ def skinny_matmul(
     """y = x W^T for one row; [1, O], or [1, O / 2] if gated.
 
     norm_weight_D: x is normed first, x / rms(x) * norm_weight. gated: W is gate's rows, then up's, and y is
-    SiLU(gate) * up. residual_1O: added to y. On a GPU, O (O / 2 if gated) must be a multiple of 16.
+    SiLU(gate) * up. residual_1O: added to y. On a GPU, O must be a multiple of 16.
     Floor on a GPU: one read of W.
     """
     if not runs_triton(x_1D):
-        return skinny_matmul_reference(x_1D, weight_OD, norm_weight_D, eps, residual_1O, gated=gated)
+        return one_row_matmul_reference(x_1D, weight_OD, norm_weight_D, eps, residual_1O, gated=gated)
     return _one_row_triton(x_1D, weight_OD, norm_weight_D, eps, residual_1O, gated=gated)
