@@ -63,9 +63,8 @@ def main() -> None:
     for name, value in settings(args).items():
         if other := [found.get(name) for found in earlier if found.get(name) != value]:
             parser.error(f"--runs were measured with {name} {other[0]}, this call has {value}")
-    degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1)]
-    if earlier or args.predict:
-        degrees = args.tp or ([] if earlier else [1])
+    most = 0 if earlier else 1 if args.predict else max(torch.cuda.device_count(), 1)
+    degrees = args.tp or [n for n in (1, 2, 4, 8) if n <= most]
     if args.predict and 1 not in {*degrees, *(run["tp"] for found in earlier for run in found["runs"])}:
         parser.error("--predict starts from a run of one GPU: add --tp 1, or --runs with one")
     # Floors of one table are of one device, and here there may be none.

@@ -234,6 +234,9 @@ class EngineConfig:
     block_size: tokens a KV block; a power of two. None takes the default: 64 on GPUs, 16 on the CPU.
     num_kv_blocks, kv_cache_memory_bytes: KV cache size, exactly; else gpu_memory_utilization × the GPU's memory
         less everything else, or 4 GiB at most on the CPU.
+    gpu_memory_utilization: share of the GPU's memory that weights, KV cache and all else may take.
+    enable_prefix_caching: prompts that begin as earlier ones did share their KV blocks.
+    enforce_eager: no CUDA graphs.
     overlap: plan step N + 1 while step N runs; None is on for GPUs, off for the CPU, where there is nothing to overlap.
     attention_backend: "triton" (ours), "flash" (FlashAttention 3, 4 or 2, as installed), "torch" (plain PyTorch,
         slow), or "auto": of triton and flash the faster for this GPU.
@@ -245,6 +248,9 @@ class EngineConfig:
     generation_config: "auto" takes defaults from the model's generation_config.json, "vllm" does not.
     disable_custom_all_reduce: use NCCL only, instead of our kernels that go through the peers' memory.
     step_timeout: seconds after which a rank that doesn't answer is taken for dead.
+    revision: branch, tag or commit of a hub id.
+    hf_overrides: what replaces fields of config.json, as an object.
+    skip_tokenizer_init: token ids in and out, no text.
     """
 
     model: str

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from nanollm.cli import main
 from nanollm.commands.generate import AnswerPrinter, timing_line
+from nanollm.config import EngineConfig
 from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
@@ -184,3 +186,13 @@ def test_serve_says_which_flag_is_bad(flags: list[str], message: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | path)
     assert result.returncode == 2
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_every_flag_of_the_engine_says_what_it_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "most tokens computed in one step. (default: 8192)" in shown
+    flags = {"--" + field.name.replace("_", "-") for field in fields(EngineConfig)} - {"--model"}
+    assert len(flags) > 20 and all(flag in shown for flag in flags)

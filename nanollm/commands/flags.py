@@ -3,8 +3,10 @@
 import argparse
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Collection
@@ -14,14 +16,6 @@ from typing import Any
 from nanollm.config import EngineConfig
 
 MODEL_HELP = "local directory, .gguf file or hub id; default: SmolLM2-135M-Instruct"
-_HELP = {
-    "dtype": "auto, float32, bfloat16 or float16",
-    "device": "auto, cpu or cuda",
-    "tensor_parallel_size": "number of GPUs, or processes on the CPU, that share the model",
-    "max_model_len": "most tokens of prompt plus answer",
-    "load_format": "auto, or dummy for random weights",
-    "max_num_seqs": "most sequences that run at once",
-}
 
 
 def default_model() -> str:
@@ -37,19 +31,27 @@ def default_model() -> str:
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """A flag for each argument of EngineConfig but the model and `without`. None is its own default."""
-    group = parser.add_argument_group("engine", "arguments of EngineConfig, whose docstring explains them")
+    group, meanings = parser.add_argument_group("engine", "arguments of EngineConfig"), _meanings()
     for field in dataclasses.fields(EngineConfig):
         if field.name == "model" or field.name in without:
             continue
         flags = ["--" + field.name.replace("_", "-"), *(["--tp"] if field.name == "tensor_parallel_size" else [])]
         members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
         (kind,) = (member for member in members if member is not type(None))
-        settings: dict[str, Any] = {"dest": f"engine.{field.name}", "help": _HELP.get(field.name)}
+        default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default})"
+        help_text = (meanings.get(field.name, "") + default).replace("%", "%%")
+        settings: dict[str, Any] = {"dest": f"engine.{field.name}", "help": help_text}
         if kind is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **settings)
         else:
             name = field.name.upper()
             group.add_argument(*flags, type=kind if kind in (int, float, str) else _json, metavar=name, **settings)
+
+
+def _meanings() -> dict[str, str]:
+    """What EngineConfig's docstring says of each argument."""
+    entries = re.findall(r"^(\w[\w, ]*): (.*(?:\n .*)*)", inspect.cleandoc(EngineConfig.__doc__ or ""), re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
 
 
 def _json(text: str) -> Any:

@@ -41,7 +41,6 @@ __all__ = [
     "measured_cuts",
     "overlap",
     "power_of_2",
-    "prefetch",
     "runs_triton",
     "table_path",
     "tl",
@@ -121,11 +120,3 @@ def arrival_counts(device: torch.device, size: int) -> Tensor:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n: Triton's tiles have such sizes."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-@triton.jit
-def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Start the cache lines of these pointers on their way to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )

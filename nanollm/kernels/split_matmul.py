@@ -20,7 +20,6 @@ from nanollm.kernels.backend import (
     gpu,
     measured_cuts,
     overlap,
-    prefetch,
     runs_triton,
     tl,
     triton,
@@ -90,6 +89,14 @@ def split_matmul_reference(x_MD: Tensor, weight_OD: Tensor, splits: int) -> Tens
     return torch.stack([F.linear(x_Md, weight_Od) for x_Md, weight_Od in parts])
 
 
+@triton.jit
+def _prefetch(pointers):
+    """Start the cache lines of these pointers on their way to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _split_matmul_kernel(
     y_ZMO,
@@ -116,7 +123,7 @@ def _split_matmul_kernel(
         # Weights are nobody's output, so they needn't wait for the kernel before this one.
         gdc_launch_dependents()
         line = tl.minimum(tl.arange(0, _PREFETCHED // 64) * 64, split_size - 1)[None, :]
-        prefetch(weight + line)
+        _prefetch(weight + line)
         gdc_wait()
     # Tensor cores take 64 rows of their first operand at a time: outputs, unless there are as many rows.
     acc = tl.zeros([ROWS, OUTS] if ROWS >= 128 else [OUTS, ROWS], tl.float32)

@@ -1,6 +1,5 @@
 """Steps with prompt chunks: kernel by kernel, or as one CUDA graph for each shape that comes again."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -63,7 +62,7 @@ class MixedSteps:
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
         self._seen: set[StepShape] = set()
         self._pool: Any = None
-        self._graph_bytes = sys.maxsize  # what the largest one takes, once that is known
+        self._graph_bytes = 0  # what the largest one takes, once that is known
 
     def forward(self, plan: StepPlan) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]]:
         """Queue the step up to its logits. Returns those of the rows that sample, [S, V_r]; and what queues the rest,
