@@ -49,20 +49,20 @@ class TPGroup:
         device: torch.device,
         backend: str,
         timeout: float,
-        store_path: str | None = None,
+        store: dist.Store | None = None,
         peer_memory: bool = True,
     ) -> "TPGroup":
         """Meet the other ranks; all call this. Collectives then fail after `timeout` seconds without a peer.
 
-        backend: "gloo" or "nccl". store_path: a file that all ranks see, used to meet; None meets where the launcher
-        (torchrun) says. A process group that the program made itself is used and left as it was found. peer_memory:
-        whether to use the peers' memory where that works.
+        backend: "gloo" or "nccl". store: where, a local_store or another that works as long as the group does; None
+        means where the launcher (torchrun) says. A process group that the program made itself is used and left as it
+        was found. peer_memory: whether to use the peers' memory where that works.
         """
         owns_world = not dist.is_initialized()
         limit = timedelta(seconds=timeout + _MEETING_SECONDS)
-        with nullcontext() if store_path is None else _loopback():
+        with nullcontext() if store is None else _loopback():
             if owns_world:
-                _make_world(rank, size, backend, limit, store_path)
+                _make_world(rank, size, backend, limit, store)
             try:
                 mesh = torch.arange(size).view(1, size)  # axes dp, tp
                 # Groups of our own, since the program's may have another backend and timeout.
@@ -190,14 +190,20 @@ def world_is_taken() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store_path: str | None) -> None:
-    if store_path is None:
+def local_store(port: int = 0) -> dist.TCPStore:
+    """Where ranks on this host can meet: one that listens on the loopback interface, or a client of the one at `port`.
+
+    Not a file: NCCL's threads look into the store now and then, and minutes for a file that is gone.
+    """
+    return dist.TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
+
+
+def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store: dist.Store | None) -> None:
+    if store is None:
         shared, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        shared.set_timeout(timeout)
         # It outlives a group, and the next one must not find the addresses of the last.
-        store: dist.Store = dist.PrefixStore(f"nanollm{next(_worlds)}", shared)
-    else:
-        store = dist.FileStore(store_path, size)
+        store = dist.PrefixStore(f"nanollm{next(_worlds)}", shared)
+    store.set_timeout(timeout)
     hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     sys.excepthook = hook  # torch's says the rank before each line, once more for every group there ever was

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -14,7 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ import torch.multiprocessing as mp
 
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition, mlp_split
-from nanollm.distributed.tp_group import TPGroup, world_is_taken
+from nanollm.distributed.tp_group import TPGroup, local_store, world_is_taken
 from nanollm.models.source import ModelSource
 from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError, Listener, connect
 
@@ -229,7 +227,7 @@ def _rank_device(device: torch.device, local_rank: int) -> tuple[torch.device, s
     return device, "gloo" if os.environ.get(_SHARE_GPU) else "nccl"
 
 
-def _join(rank: int, device: torch.device, backend: str, config: EngineConfig, store: str | None = None) -> TPGroup:
+def _join(rank: int, device: torch.device, backend: str, config: EngineConfig, store: Any = None) -> TPGroup:
     size, peer_memory = config.tensor_parallel_size, not config.disable_custom_all_reduce
     return TPGroup.join(rank, size, device, backend, config.step_timeout, store, peer_memory)
 
@@ -252,12 +250,9 @@ def _start_processes(config: EngineConfig, source: ModelSource, device: torch.de
             ranks.num_threads = _share_cores(size)
         for rank in range(1, size):  # all there, before anybody waits for another where nothing else is heard
             ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
-        with tempfile.TemporaryDirectory(prefix="nanollm-") as directory:
-            store = str(Path(directory) / "store")
-            ranks.send(Kind.START, store.encode())
-            ranks.tp = _join_while_checking(ranks, backend, config, store)
-            for rank in range(1, size):  # only then may the store go
-                ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
+        store = local_store()
+        ranks.send(Kind.START, str(store.port).encode())
+        ranks.tp = _join_while_checking(ranks, backend, config, store)
     except BaseException as error:
         ranks.failure = ranks.blame(error, 1.0) if isinstance(error, Exception) else "interrupted"
         ranks.close()
@@ -302,7 +297,7 @@ def _ctrl_c_waits() -> Iterator[None]:
         handler(*caught[0])
 
 
-def _join_while_checking(ranks: Ranks, backend: str, config: EngineConfig, store: str) -> TPGroup:
+def _join_while_checking(ranks: Ranks, backend: str, config: EngineConfig, store: Any) -> TPGroup:
     """TPGroup.join in a thread of its own, since it hears neither Ctrl-C nor that another rank has failed."""
     joined: concurrent.futures.Future[TPGroup] = concurrent.futures.Future()
 
@@ -347,8 +342,7 @@ def _worker(rank: int, config: EngineConfig, source: ModelSource, device_type: s
             link.send(Kind.READY)
             message = link.recv()
             assert message is not None and message[0] is Kind.START
-            tp = _join(rank, device, backend, config, message[1].decode())
-            link.send(Kind.READY)
+            tp = _join(rank, device, backend, config, local_store(int(message[1])))
         Follower(config, source, Ranks(tp, device), link).serve()
         code = 0
     finally:

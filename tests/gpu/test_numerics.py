@@ -5,7 +5,6 @@ error of the logits is at most 1.25 times the other's; the top token is the same
 exceeds 6 times that RMS; and in 99.5 % of all positions the best token of each is among the five best of the other.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +93,21 @@ def test_smollm2_in_bfloat16_prefers_the_same_token_wherever_float32_is_sure(
     assert_sure_tokens_agree(ours, smollm2_says["logits"])
 
 
-@pytest.fixture
-def ranks_share_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=[2, 4])
+def tp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Over gloo, where there are fewer GPUs than ranks: right, but slow."""
-    if torch.cuda.device_count() < 4:
+    if torch.cuda.device_count() < request.param:
         monkeypatch.setenv("NANOLLM_RANKS_SHARE_GPUS", "1")
-    yield
+    return request.param
 
 
-@pytest.mark.parametrize("tp", [2, 4])
 def test_sharded_bfloat16_is_as_exact_as_on_one_gpu(
-    checkpoint: Path, exact: torch.Tensor, one_gpu: torch.Tensor, ranks_share_gpus: None, tp: int
+    checkpoint: Path, exact: torch.Tensor, one_gpu: torch.Tensor, tp: int
 ) -> None:
     assert_as_good(our_logits(checkpoint, dtype="bfloat16", tensor_parallel_size=tp), one_gpu, exact)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_sharded_float32_equals_one_gpu(checkpoint: Path, exact: torch.Tensor, ranks_share_gpus: None, tp: int) -> None:
+def test_sharded_float32_equals_one_gpu(checkpoint: Path, exact: torch.Tensor, tp: int) -> None:
     torch.testing.assert_close(
         our_logits(checkpoint, dtype="float32", tensor_parallel_size=tp), exact, atol=1e-4, rtol=0
     )
