@@ -29,7 +29,17 @@ from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import RowLogits, as_float, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.token_rules import (
+    NO_PAIR,
+    RowLogits,
+    as_float,
+    as_pairs,
+    float_param,
+    has_rules,
+    in_pairs,
+    int_param,
+    load_logits,
+)
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
@@ -376,10 +386,10 @@ def _three_least(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _count(bins, offset, width, SIZE: tl.constexpr):
-    """In any order, so that nothing moves between threads."""
-    offset = tl.reshape(offset, (SIZE,), can_reorder=True)
-    tl.atomic_add(bins + (offset >> _BIN_BITS).to(tl.int32), 1, mask=offset < width, sem="relaxed")
+def _count(bins, bin, num_bins, SIZE: tl.constexpr):
+    """In any order, so that nothing moves between threads. bin: int32."""
+    bin = tl.reshape(bin, (SIZE,), can_reorder=True)
+    tl.atomic_add(bins + bin, 1, mask=(bin >= 0) & (bin < num_bins), sem="relaxed")
 
 
 @triton.jit
@@ -393,7 +403,7 @@ def _pass_over(
     # Key - from_key. Numbers of the other sign come out as no less than the width.
     sign = tl.where(from_key < 0, -1, 1)
     origin = tl.where(from_key < 0, -2147483648, 0) - from_key
-    width = (to_key - from_key).to(tl.uint32, bitcast=True)
+    width, num_bins = (to_key - from_key).to(tl.uint32, bitcast=True), (to_key - from_key) >> _BIN_BITS
     above = tl.zeros((STEP, TILE_SIZE // 8), tl.float32)
     for i in range(STEP, TILES + STEP, STEP):
         column += STEP * TILE_SIZE
@@ -404,18 +414,138 @@ def _pass_over(
         # Additions in memory are what takes time here. Of eight logits few are in the bracket, mostly one or none.
         least, second, third = _three_least(offset, STEP)
         if tl.min(third) < width:
-            _count(bins, offset, width, STEP * TILE_SIZE)
+            _count(bins, (offset >> _BIN_BITS).to(tl.int32), num_bins, STEP * TILE_SIZE)
         else:
-            _count(bins, least, width, STEP * TILE_SIZE // 8)
-            _count(bins, second, width, STEP * TILE_SIZE // 8)
+            _count(bins, (least >> _BIN_BITS).to(tl.int32), num_bins, STEP * TILE_SIZE // 8)
+            _count(bins, (second >> _BIN_BITS).to(tl.int32), num_bins, STEP * TILE_SIZE // 8)
         x = as_float(following)
     return tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift))  # what the shift was rounded by is made good
+
+
+@triton.jit
+def _add_above(above, pair, limit, scale, less):
+    """above + what those of a pair weigh that are no less than the limit (a pair of it)."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred low_p, high_p;
+        .reg .b32 low, high;
+        setp.ge.bf16x2 low_p|high_p, $1, $2;
+        shl.b32 low, $1, 16;
+        and.b32 high, $1, 0xffff0000;
+        fma.rn.f32 low, low, $3, $4;
+        fma.rn.f32 high, high, $3, $4;
+        ex2.approx.ftz.f32 low, low;
+        ex2.approx.ftz.f32 high, high;
+        mov.b32 $0, $5;
+        @low_p add.f32 $0, $0, low;
+        @high_p add.f32 $0, $0, high;
+        }""",
+        "=r,r,r,r,r,r",
+        [pair, limit, scale, less, above],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _bins_of(pair, origin, width):
+    """Which bins a pair's logits are in, 16 bits each: width if in none. Arguments are pairs too."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 bin;
+        add.u16x2 bin, $1, $2;
+        min.u16x2 $0, bin, $3;
+        }""",
+        "=r,r,r,r",
+        [pair, origin, width],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _two_least(bins, width):
+    """(The two least of 16 bins that a thread has in eight pairs, then -1, whether more than these are below width,
+    then 0.)"""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred more;
+        .reg .b32 a, b, c, d, e, f, g, h, s, t;
+        min.u16x2 a, $16, $17;  max.u16x2 b, $16, $17;
+        min.u16x2 c, $18, $19;  max.u16x2 d, $18, $19;
+        min.u16x2 e, $20, $21;  max.u16x2 f, $20, $21;
+        min.u16x2 g, $22, $23;  max.u16x2 h, $22, $23;
+        min.u16x2 s, a, c;  max.u16x2 t, a, c;  min.u16x2 b, b, d;  min.u16x2 t, t, b;
+        min.u16x2 a, e, g;  max.u16x2 c, e, g;  min.u16x2 f, f, h;  min.u16x2 c, c, f;
+        min.u16x2 e, s, a;  max.u16x2 g, s, a;  min.u16x2 t, t, c;  min.u16x2 g, g, t;
+        and.b32 a, e, 65535;  shr.u32 b, e, 16;
+        and.b32 c, g, 65535;  shr.u32 d, g, 16;
+        min.u32 s, a, b;
+        max.u32 e, a, b;  min.u32 f, c, d;  min.u32 t, e, f;
+        add.u32 a, $16, $17;  add.u32 a, a, $18;  add.u32 a, a, $19;  add.u32 a, a, $20;
+        add.u32 a, a, $21;  add.u32 a, a, $22;  add.u32 a, a, $23;
+        shr.u32 b, a, 16;  and.b32 a, a, 65535;  add.u32 a, a, b;
+        mad.lo.u32 b, $24, 14, s;  add.u32 b, b, t;
+        setp.ne.u32 more, a, b;
+        selp.b32 $8, 1, 0, more;
+        mov.b32 $0, s;  mov.b32 $1, t;
+        mov.b32 $2, -1;  mov.b32 $3, -1;  mov.b32 $4, -1;  mov.b32 $5, -1;  mov.b32 $6, -1;  mov.b32 $7, -1;
+        mov.b32 $9, 0; mov.b32 $10, 0; mov.b32 $11, 0; mov.b32 $12, 0; mov.b32 $13, 0; mov.b32 $14, 0; mov.b32 $15, 0;
+        }""",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [bins, width],
+        (tl.int32, tl.int32),
+        is_pure=True,
+        pack=8,
+    )
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _both(number):
+    """The upper half of 32 bits, twice."""
+    return (number & -65536) | ((number >> 16) & 65535)
+
+
+@triton.jit
+def _pass_over_pairs(
+    pair, source, num_pairs, bins, from_key, to_key, peak, scale, NEGATIVE: tl.constexpr, STEP: tl.constexpr
+):
+    """As _pass_over, of bfloat16 in pairs, STEP at a time: pair, which are the first, and what follows them at source,
+    num_pairs in all. NEGATIVE: whether the bracket is."""
+    shift = peak * scale
+    limit = _both(_number_of(to_key).to(tl.int32, bitcast=True))
+    # A bin is what the 16 bits of a number are off from_key's. Numbers of the other sign come out as none.
+    origin = _both((-2147483648 + _BIN if NEGATIVE else 0) - from_key)
+    width = (to_key - from_key) >> _BIN_BITS
+    above, within = tl.zeros((STEP,), tl.float32), tl.arange(0, STEP)
+    for i in range(0, num_pairs, STEP):
+        above = _add_above(above, pair, limit, scale, -shift)
+        bin = _bins_of(~pair if NEGATIVE else pair, origin, width | width << 16)
+        few, more = _two_least(bin, width)  # of 16 few are in the bracket, mostly one or none
+        if tl.reduce(more, 0, _or) > 0:
+            _count(bins, bin & 65535, width, STEP)
+            _count(bins, (bin >> 16) & 65535, width, STEP)
+        else:
+            _count(bins, few, width, STEP)
+        source += STEP
+        if i + 2 * STEP <= num_pairs:
+            pair = tl.load(source + within)
+        elif i + STEP < num_pairs:
+            pair = tl.load(source + within, mask=within < num_pairs - (i + STEP), other=NO_PAIR)
+    return tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift))
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_S"])
 def _second_pass_kernel(
     above_SP, bins_SB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
-    HAS_RULES: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The last tiles first, for they are still in the cache. Rows are adjacent in both orders.
     s, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
@@ -426,9 +556,16 @@ def _second_pass_kernel(
     ruled = has_rules(params_RP, row, HAS_RULES)
     logits, scratch, bins = logits_SV + s * row_stride, scratch_SV + s * size, bins_SB + s * NUM_BINS
     column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
+    pairs = as_pairs(logits) + part * (TILES * TILE_SIZE // 2)
+    num_pairs = tl.minimum(size // 2 - part * (TILES * TILE_SIZE // 2), TILES * TILE_SIZE // 2)
+    within = tl.arange(0, STEP * TILE_SIZE // 2)
     x = tl.full((STEP, TILE_SIZE), float("-inf"), tl.float32)
+    pair = tl.full((STEP * TILE_SIZE // 2,), NO_PAIR, tl.int32)
     if takes_a_pass:  # already now, while the brackets are being found
-        x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
+        if PAIRS:
+            pair = tl.load(pairs + within, mask=within < num_pairs, other=NO_PAIR)
+        else:
+            x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -439,6 +576,14 @@ def _second_pass_kernel(
         if ruled:
             x = as_float(tl.load(scratch + column, mask=column < size, other=float("-inf")))
             above = _pass_over(x, scratch, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
+        elif PAIRS and from_key < 0:
+            above = _pass_over_pairs(
+                pair, pairs, num_pairs, bins, from_key, to_key, peak, scale, True, STEP * TILE_SIZE // 2
+            )
+        elif PAIRS:
+            above = _pass_over_pairs(
+                pair, pairs, num_pairs, bins, from_key, to_key, peak, scale, False, STEP * TILE_SIZE // 2
+            )
         else:
             above = _pass_over(x, logits, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
         tl.store(above_SP + s * num_parts + part, above)
@@ -544,6 +689,7 @@ def _threshold_triton(
                 limits.state_SW,
                 *logits,
                 HAS_RULES=rows.has_rules,
+                PAIRS=in_pairs(rows.logits_SV),
                 TILES=pass_tiles,
                 STEP=pass_step,
                 num_warps=pass_warps,

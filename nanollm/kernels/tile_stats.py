@@ -6,7 +6,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, runs_triton, tl, triton
-from nanollm.kernels.token_rules import RowLogits, apply_rules, as_logits, float_param, has_rules
+from nanollm.kernels.token_rules import (
+    NO_PAIR,
+    RowLogits,
+    apply_rules,
+    as_logits,
+    as_pairs,
+    float_param,
+    has_rules,
+    high_half,
+    in_pairs,
+    low_half,
+)
 from nanollm.sampling_params import TEMPERATURE
 
 TILE = 128  # tokens; the shards of a vocabulary are whole tiles
@@ -48,11 +59,36 @@ def _store_stats(max_SN, mass_SN, at, mask, x, temperature):
         tl.store(mass_SN + at, tl.sum(weight, 1), mask=mask)
 
 
+@triton.jit
+def _max_of_pairs(a, b):
+    """The larger of two pairs of bfloat16, each in an int32; NaN only of two NaN."""
+    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature):
+    """The same of pairs [tiles, 4, 16]: four neighbouring threads share a tile, so that few numbers cross threads."""
+    both = tl.reduce(tl.reduce(pair, 1, _max_of_pairs), 1, _max_of_pairs)
+    top = tl.maximum(tl.maximum(low_half(both), high_half(both)), float("-inf"))
+    tl.store(max_SN + at, top, mask=mask)
+    if temperature > 0:
+        pair = _max_of_pairs(pair, NO_PAIR)
+        # x * scale - shift is rounded once, and by what the shift was rounded the sum is corrected. Numbers so large
+        # that this is too much differ, if at all, so much that a smaller scale tells them apart as well.
+        peak = clamped(top)
+        scale = tl.minimum(LOG2_E / temperature, 2.0**28 / tl.maximum(tl.abs(peak), 1.0))
+        shift = peak * scale
+        by, less = scale.expand_dims(1).expand_dims(1), (-shift).expand_dims(1).expand_dims(1)
+        weight = tl.exp2(tl.fma(low_half(pair), by, less)) + tl.exp2(tl.fma(high_half(pair), by, less))
+        mass = tl.sum(tl.sum(weight, 1), 1) * tl.exp2(tl.fma(peak, -scale, shift))
+        tl.store(mass_SN + at, mass, mask=mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
 def _tile_stats_kernel(
     max_SN, mass_SN, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV, slots_R3S, masks_RW, size,
     row_stride, words_stride, masks_stride, num_tiles,
-    HAS_RULES: tl.constexpr, TILES: tl.constexpr, RULED_TILES: tl.constexpr, PDL: tl.constexpr,
+    HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, RULED_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
     s, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILES
@@ -61,8 +97,14 @@ def _tile_stats_kernel(
         gdc_launch_dependents()  # only now: see overlap()
     logits, within = logits_SV + s * row_stride, tl.arange(0, TILE_SIZE)[None, :]
     tile = first + tl.arange(0, TILES)
-    column = tile[:, None] * TILE_SIZE + within
-    loaded = tl.load(logits + column, mask=column < size, other=float("-inf"))  # before it is known what the row asks
+    # Before it is known what the row asks:
+    if PAIRS:
+        quarter, word = tl.arange(0, 4)[None, :, None], tl.arange(0, TILE_SIZE // 8)[None, None, :]
+        column = tile[:, None, None] * (TILE_SIZE // 2) + (quarter * (TILE_SIZE // 8) + word)
+        loaded = tl.load(as_pairs(logits) + column, mask=column < size // 2, other=NO_PAIR)
+    else:
+        column = tile[:, None] * TILE_SIZE + within
+        loaded = tl.load(logits + column, mask=column < size, other=float("-inf"))
     row = tl.load(rows_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
     if has_rules(params_RP, row, HAS_RULES):
@@ -77,12 +119,14 @@ def _tile_stats_kernel(
             )  # fmt: skip
             tl.store(scratch_SV + s * size + at, x, mask=at < size)
             _store_stats(max_SN, mass_SN, s * num_tiles + some, some < num_tiles, x, temperature)
+    elif PAIRS:
+        _store_stats_of_pairs(max_SN, mass_SN, s * num_tiles + tile, tile < num_tiles, loaded, temperature)
     else:
         _store_stats(max_SN, mass_SN, s * num_tiles + tile, tile < num_tiles, as_logits(loaded), temperature)
 
 
 def _tile_stats_triton(
-    rows: RowLogits, tiles: int = 32, num_warps: int = 4, ruled_tiles: int = 4
+    rows: RowLogits, tiles: int = 32, num_warps: int = 4, ruled_tiles: int = 4, maxnreg: int = 48
 ) -> tuple[Tensor, Tensor]:
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
     num_tiles = -(-size // TILE)
@@ -107,10 +151,11 @@ def _tile_stats_triton(
             state.masks_RW.stride(0),
             num_tiles,
             HAS_RULES=rows.has_rules,
+            PAIRS=in_pairs(rows.logits_SV),
             TILES=tiles,
             RULED_TILES=min(ruled_tiles, tiles),
             num_warps=num_warps,
-            maxnreg=48,  # what rows without rules need; where rules need more, some spill
+            maxnreg=maxnreg,
             **overlap(rows.logits_SV.device),
         )
     return max_SN, mass_SN
