@@ -27,7 +27,7 @@ from nanollm.kernels.noise import (
     noise_word,
     noise_words,
 )
-from nanollm.kernels.threshold import CELL_BITS, NUM_BINS, STATE_SIZE, Limits, settled
+from nanollm.kernels.threshold import CELL_BITS, COUNTS, STATE_SIZE, Limits, settled
 from nanollm.kernels.tile_stats import LARGEST, LOG2_E, TILE, TILE_SIZE, clamped, in_tiles
 from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
@@ -98,7 +98,7 @@ def _unkeyed(key):
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "positions_S"])
 def _draw_kernel(
-    value_S, id_S, threshold_S, state_SW, bins_SB, above_SP, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S,
+    value_S, id_S, threshold_S, state_SW, bins_SCB, above_SP, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S,
     positions_S, params_RP, size, row_stride, num_tiles, num_parts, first_id,
     LIMITED: tl.constexpr, SETTLES: tl.constexpr, HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr,
     PARTS: tl.constexpr, CELL_BITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
@@ -124,7 +124,7 @@ def _draw_kernel(
         threshold = tl.load(threshold_S + s)
     if SETTLES:
         threshold = settled(
-            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SB + s * NUM_BINS,
+            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SCB + s * COUNTS,
             above_SP + s * num_parts, num_parts, max_SN + s * num_tiles, logits, scratch, params_RP, row, size,
             num_tiles, HAS_RULES, ALL_TILES, PARTS, CELL_BITS,
         )  # fmt: skip
@@ -185,7 +185,7 @@ def _draw_triton(
             id_S,
             limits.threshold_S,
             limits.state_SW if settles else max_SN,
-            limits.bins_SB if settles else max_SN,
+            limits.bins_SCB if settles else max_SN,
             above_SP,
             id_S.new_empty(num_rows, all_tiles) if limited else id_S,
             max_SN,

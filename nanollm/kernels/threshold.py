@@ -48,7 +48,9 @@ _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(column) for column in (TEMP
 # Keys of numbers that were converted from this type are multiples of 2 to this power.
 CELL_BITS = {torch.bfloat16: 16, torch.float16: 13}
 BINS, BIN_BITS = 256, 16  # a bin holds two to this power of keys
-NUM_BINS, _BIN_BITS, _BIN = (tl.constexpr(value) for value in (BINS, BIN_BITS, 1 << BIN_BITS))
+COPIES = 4  # of a row's bins, so that fewer additions in memory meet in the same place
+_NUM_BINS, _COPIES, _BIN_BITS, _BIN = (tl.constexpr(value) for value in (BINS, COPIES, BIN_BITS, 1 << BIN_BITS))
+COUNTS = tl.constexpr(BINS * COPIES)
 FEW = 64  # tiles that fit the registers of a program
 _FEW = tl.constexpr(FEW)
 PIECE = 32  # neighbours that a sample takes together
@@ -64,11 +66,11 @@ STATE_SIZE = tl.constexpr(STATE_WORDS)
 @dataclass
 class Limits:
     """threshold_S: float32, the smallest logit that each row's filters keep; of some rows only once draw has been
-    given these limits. state_SW, bins_SB (int32), above_SP (float32, a part's mass above the bracket): for draw."""
+    given these limits. state_SW, bins_SCB (int32), above_SP (float32, a part's mass above the bracket): for draw."""
 
     threshold_S: Tensor
     state_SW: Tensor | None = None
-    bins_SB: Tensor | None = None
+    bins_SCB: Tensor | None = None
     above_SP: Tensor | None = None
 
 
@@ -150,6 +152,11 @@ def _samples(logits, scratch, size, ruled, PIECES: tl.constexpr, HAS_RULES: tl.c
 
 
 @triton.jit
+def _sum_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting, top_k, top_p, size):
     """[from_key, to_key) in which the samples say that the answer lies."""
     # What is small tells least of the mass, so the mass below the answer is known best; and of tokens, the few above.
@@ -157,7 +164,7 @@ def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting
     share = some.shape[0] / size
     above = top_k * share
     middle = tl.where(counting, num_finite - above, (1 - top_p) * total * share)
-    off = tl.where(counting, _ERRORS * tl.sqrt(above) + _ERRORS, 0.15 * middle)
+    off = tl.where(counting, _ERRORS * tl.sqrt(above) + _ERRORS, 0.12 * middle)
     # Where all tokens together would weigh no more than what is below the answer, the answer isn't.
     bound = peak + tl.log2(tl.maximum(1 - top_p, 1e-6) * total / size) / scale
     least = tl.minimum(tl.where(counting, least, tl.maximum(bound, least)), highest)
@@ -173,8 +180,10 @@ def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting
     if not counting:
         # All of the sample, at these two; and in between the mass is nearly a straight line.
         each = tl.where(all < to_x, tl.exp2((all - peak) * scale), 0.0)
-        less, more = tl.split(tl.sum(tl.join(tl.where(all < from_x, each, 0.0), each), 0))
-        off = _ERRORS * tl.sqrt(tl.sum(each * each, 0)) + 0.01 * _RATIO * middle
+        less, more, squares = tl.reduce((tl.where(all < from_x, each, 0.0), each, each * each), 0, _sum_three)
+        # By how much a sum over as many, taken from so many without putting back, is off.
+        variance = squares - more * more / all.shape[0] - squares * (all.shape[0] / size)
+        off = _ERRORS * tl.sqrt(tl.maximum(variance, 0.0)) + 0.005 * _RATIO * middle
         if more > less:
             slope = (to_x - from_x) / (more - less)
             to_x = from_x + (_RATIO * middle + off - less) * slope
@@ -182,7 +191,7 @@ def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting
     from_key, to_key = _key(from_x) & -_BIN, _key_up(to_x, _BIN) + _BIN
     # Of one sign: positive numbers, or if there are none, negative ones. And no more than the bins hold.
     from_key = tl.where((from_key <= 0) & (to_key > _BIN), _BIN, from_key)
-    most = tl.minimum(from_key.to(tl.int64) + NUM_BINS * _BIN, 0x7F800000).to(tl.int32)
+    most = tl.minimum(from_key.to(tl.int64) + _NUM_BINS * _BIN, 0x7F800000).to(tl.int32)
     to_key = tl.where(counting, most, tl.minimum(to_key, most))
     to_key = tl.where((from_key <= 0) & (to_key > 0), 0, to_key)
     return from_key, tl.maximum(from_key, to_key)
@@ -202,7 +211,7 @@ def _bisect(x, weight, target, low, high, cell):
 @triton.jit
 def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cell):
     """low and high as near as the bins tell: a token may be any number of its bin. above: what larger ones weigh."""
-    start = from_key + tl.arange(0, NUM_BINS) * _BIN
+    start = from_key + tl.arange(0, _NUM_BINS) * _BIN
     lightest = tl.where(count > 0, count * tl.exp2((_number_of(start) - peak) * scale), 0.0)
     at_least = above + tl.cumsum(lightest.to(tl.float64), 0, reverse=True)
     num_sure = tl.sum((at_least >= target).to(tl.int32), 0)
@@ -285,7 +294,7 @@ def _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
-    threshold_S, state_SW, bins_SB, tiles_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, params_RP, size,
+    threshold_S, state_SW, bins_SCB, tiles_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, params_RP, size,
     row_stride, num_tiles,
     HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, CELL_BITS: tl.constexpr, PIECES: tl.constexpr,
     PDL: tl.constexpr,
@@ -359,7 +368,7 @@ def _threshold_kernel(
                                 all, some, num_finite, least, highest, peak, total, tl.where(counting, 0.0, scale),
                                 counting, top_k, top_p, size,
                             )  # fmt: skip
-                            tl.store(bins_SB + s * NUM_BINS + tl.arange(0, NUM_BINS), tl.zeros((NUM_BINS,), tl.int32))
+                            tl.store(bins_SCB + s * COUNTS + tl.arange(0, COUNTS), tl.zeros((COUNTS,), tl.int32))
                     tl.store(state + _FROM, from_key)
                     tl.store(state + _TO, to_key)
                     tl.store(state + _LOW, low)
@@ -544,7 +553,7 @@ def _pass_over_pairs(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_S"])
 def _second_pass_kernel(
-    above_SP, bins_SB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
+    above_SP, bins_SCB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
     HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The last tiles first, for they are still in the cache. Rows are adjacent in both orders.
@@ -554,7 +563,8 @@ def _second_pass_kernel(
     temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
     takes_a_pass = _takes_a_pass(temperature, top_k, float_param(params_RP, row, _TOP_P), size)
     ruled = has_rules(params_RP, row, HAS_RULES)
-    logits, scratch, bins = logits_SV + s * row_stride, scratch_SV + s * size, bins_SB + s * NUM_BINS
+    logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
+    bins = bins_SCB + s * COUNTS + part % _COPIES * _NUM_BINS
     column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
     pairs = as_pairs(logits) + part * (TILES * TILE_SIZE // 2)
     num_pairs = tl.minimum(size // 2 - part * (TILES * TILE_SIZE // 2), TILES * TILE_SIZE // 2)
@@ -599,7 +609,10 @@ def settled(
     open, from_key, to_key = tl.load(state + _OPEN), tl.load(state + _FROM), tl.load(state + _TO)
     low, total = tl.load(state + _LOW), tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
     peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
-    count, part = tl.load(bins + tl.arange(0, NUM_BINS)).to(tl.float32), tl.arange(0, PARTS)
+    count, part = tl.zeros((_NUM_BINS,), tl.int32), tl.arange(0, PARTS)
+    for copy in tl.static_range(_COPIES):
+        count += tl.load(bins + copy * _NUM_BINS + tl.arange(0, _NUM_BINS))
+    count = count.to(tl.float32)
     larger = tl.load(above + part, mask=part < num_parts, other=0.0).to(tl.float64)
     if open > 0:
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
@@ -621,7 +634,7 @@ def settled(
             threshold = tl.maximum(threshold, _number_of(low))
         if top_p < 1:
             if counting | (threshold > float("-inf")):
-                start = from_key + tl.arange(0, NUM_BINS) * _BIN
+                start = from_key + tl.arange(0, _NUM_BINS) * _BIN
                 if found & (above_bins == 0) & (cell == _BIN):
                     kept = (count > 0) & (start >= _key_up(threshold, cell))
                     total = tl.sum(tl.where(kept, count * tl.exp2((_number_of(start) - peak) * scale), 0.0), 0)
@@ -651,6 +664,7 @@ def _threshold_triton(
     passes: bool = True,
     pieces: int = 512,
     num_warps: int = 16,
+    maxnreg: int = 64,
     pass_tiles: int = 32,
     pass_warps: int = 1,  # so that whether a branch is taken is a warp's own affair
     pass_step: int = 4,
@@ -660,7 +674,10 @@ def _threshold_triton(
     passes = passes and size >= 2 * pieces * PIECE
     ints, parts = rows.state.params_RP.new_empty, -(-num_tiles // pass_tiles)
     limits = Limits(
-        max_SN.new_empty(num_rows), ints(num_rows, STATE_WORDS), ints(num_rows, BINS), max_SN.new_empty(num_rows, parts)
+        max_SN.new_empty(num_rows),
+        ints(num_rows, STATE_WORDS),
+        ints(num_rows, COPIES, BINS),
+        max_SN.new_empty(num_rows, parts),
     )
     all_tiles = max(power_of_2(num_tiles), TILE)
     scratch_SV = rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV
@@ -669,7 +686,7 @@ def _threshold_triton(
         _threshold_kernel[(num_rows,)](
             limits.threshold_S,
             limits.state_SW,
-            limits.bins_SB,
+            limits.bins_SCB,
             ints(num_rows, all_tiles),
             max_SN,
             mass_SN,
@@ -679,13 +696,13 @@ def _threshold_triton(
             CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
             PIECES=pieces * passes,
             num_warps=num_warps,
-            maxnreg=1024 // num_warps,  # two programs fit a multiprocessor, so 256 rows an H200
+            maxnreg=maxnreg,
             **overlap(max_SN.device),
         )
         if passes:
             _second_pass_kernel[(num_rows, parts)](
                 limits.above_SP,
-                limits.bins_SB,
+                limits.bins_SCB,
                 limits.state_SW,
                 *logits,
                 HAS_RULES=rows.has_rules,

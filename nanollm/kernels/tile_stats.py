@@ -17,6 +17,8 @@ from nanollm.kernels.token_rules import (
     high_half,
     in_pairs,
     low_half,
+    penalized,
+    rules_of,
 )
 from nanollm.sampling_params import TEMPERATURE
 
@@ -99,8 +101,8 @@ def _tile_stats_kernel(
     tile = first + tl.arange(0, TILES)
     # Before it is known what the row asks:
     if PAIRS:
-        quarter, word = tl.arange(0, 4)[None, :, None], tl.arange(0, TILE_SIZE // 8)[None, None, :]
-        column = tile[:, None, None] * (TILE_SIZE // 2) + (quarter * (TILE_SIZE // 8) + word)
+        quarter, pair = tl.arange(0, 4)[None, :, None], tl.arange(0, TILE_SIZE // 8)[None, None, :]
+        column = tile[:, None, None] * (TILE_SIZE // 2) + (quarter * (TILE_SIZE // 8) + pair)
         loaded = tl.load(as_pairs(logits) + column, mask=column < size // 2, other=NO_PAIR)
     else:
         column = tile[:, None] * TILE_SIZE + within
@@ -112,12 +114,23 @@ def _tile_stats_kernel(
         for i in range(0, TILES, RULED_TILES):
             some = first + i + tl.arange(0, RULED_TILES)
             at = some[:, None] * TILE_SIZE + within
-            x = as_logits(tl.load(logits + at, mask=at < size, other=float("-inf")))
-            x = apply_rules(
-                x, at, at < size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW,
-                masks_stride,
-            )  # fmt: skip
-            tl.store(scratch_SV + s * size + at, x, mask=at < size)
+            raw, ruled = logits + at, scratch_SV + s * size + at
+            word = tl.load(words_RV + row * words_stride + at, mask=at < size, other=0)
+            x, rules = as_logits(tl.load(raw, mask=at < size, other=float("-inf"))), rules_of(word, row, params_RP)
+            if rules == 1:
+                x = penalized(x, word, row, params_RP)
+            if rules < 2:
+                tl.store(ruled, x, mask=at < size)
+            else:
+                # By itself: what it looks up would spread the others over the threads as it suits that.
+                y = as_logits(tl.load(raw, mask=at < size, other=float("-inf")))
+                y = apply_rules(
+                    y, at, at < size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW,
+                    masks_stride,
+                )  # fmt: skip
+                tl.store(ruled, y, mask=at < size)
+                tl.debug_barrier()
+                x = tl.load(ruled, mask=at < size, other=float("-inf"))
             _store_stats(max_SN, mass_SN, s * num_tiles + some, some < num_tiles, x, temperature)
     elif PAIRS:
         _store_stats_of_pairs(max_SN, mass_SN, s * num_tiles + tile, tile < num_tiles, loaded, temperature)
@@ -126,7 +139,7 @@ def _tile_stats_kernel(
 
 
 def _tile_stats_triton(
-    rows: RowLogits, tiles: int = 32, num_warps: int = 4, ruled_tiles: int = 4, maxnreg: int = 48
+    rows: RowLogits, tiles: int = 64, num_warps: int = 4, ruled_tiles: int = 8, maxnreg: int = 64
 ) -> tuple[Tensor, Tensor]:
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
     num_tiles = -(-size // TILE)

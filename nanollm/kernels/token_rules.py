@@ -194,23 +194,35 @@ def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
-def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride):
-    """RowLogits.processed on the device: x are raw logits of the row at these columns."""
-    word = tl.load(words_RV + row * words_stride + column, mask=mask, other=0)
-    count = (word & _COUNT_MASK).to(tl.float32)
+def rules_of(word, row, params_RP):
+    """Of some of a row's tokens, by their words: 0 if they have no rules, 1 if only penalties, 2 if others too."""
+    has_mask = (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0
     slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
-    if tl.max(slot) > 0:
-        slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
-        has_slot = slot > 0
-        x += tl.load(slots, mask=has_slot, other=0).to(tl.float32, bitcast=True)
-        until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
-        banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
-        banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
-        x = tl.where(banned, float("-inf"), x)
-    if (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0:
-        allowed = tl.load(masks_RW + row * masks_stride + column // 32, mask=mask, other=0)
-        x = tl.where(((allowed >> (column % 32)) & 1) == 0, float("-inf"), x)
-    penalty = float_param(params_RP, row, _REPETITION)
+    return tl.where(has_mask, 2, tl.max(tl.where(slot > 0, 2, tl.where(word != 0, 1, 0))))
+
+
+@triton.jit
+def penalized(x, word, row, params_RP):
+    """What the penalties make of logits, by their tokens' words."""
+    count, penalty = (word & _COUNT_MASK).to(tl.float32), float_param(params_RP, row, _REPETITION)
     x = tl.where((count > 0) | (word < 0), tl.where(x > 0, x / penalty, x * penalty), x)
     x -= float_param(params_RP, row, _FREQUENCY) * count
     return tl.where(count > 0, x - float_param(params_RP, row, _PRESENCE), x)
+
+
+@triton.jit
+def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride):
+    """RowLogits.processed on the device: x are raw logits of the row at these columns."""
+    word = tl.load(words_RV + row * words_stride + column, mask=mask, other=0)
+    slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
+    slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
+    has_slot = slot > 0
+    x += tl.load(slots, mask=has_slot, other=0).to(tl.float32, bitcast=True)
+    until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
+    banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
+    banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
+    x = tl.where(banned, float("-inf"), x)
+    if (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0:
+        allowed = tl.load(masks_RW + row * masks_stride + column // 32, mask=mask, other=0)
+        x = tl.where(((allowed >> (column % 32)) & 1) == 0, float("-inf"), x)
+    return penalized(x, word, row, params_RP)
