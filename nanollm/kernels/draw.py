@@ -169,7 +169,7 @@ def _draw_kernel(
 
 
 def _draw_triton(
-    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, limits: Limits | None = None, num_warps: int = 8
+    rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, limits: Limits | None = None, num_warps: int = 0
 ) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.logits_SV.shape
     num_tiles = max_SN.shape[1]
@@ -177,6 +177,7 @@ def _draw_triton(
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
     limited, settles = limits is not None, limits is not None and limits.state_SW is not None
+    num_warps = num_warps or (16 if settles else 8)
     limits = limits or Limits(max_SN)
     above_SP = max_SN if limits.above_SP is None else limits.above_SP
     if num_rows:
