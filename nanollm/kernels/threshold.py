@@ -57,9 +57,10 @@ PIECE = 32  # neighbours that a sample takes together
 _PIECE, _RATIO = tl.constexpr(PIECE), tl.constexpr(4)
 _ERRORS = tl.constexpr(4.5)  # standard errors of a sample that a bracket allows for
 # What is known of a row that the draw must settle, int32 words: whether it is one, the bracket [FROM, TO) if TO is
-# more, the least key that the answer may have, and the bits of the largest logit and of the total mass.
+# more, the least key that the answer may have, and the bits of the largest logit, of the total mass, and of what makes
+# logits powers of two (0 where tokens are counted, which weigh 1); and whether the row has rules.
 STATE_WORDS = 8
-_OPEN, _FROM, _TO, _LOW, _PEAK, _TOTAL = (tl.constexpr(i) for i in range(6))
+_OPEN, _FROM, _TO, _LOW, _PEAK, _TOTAL, _SCALE, _RULED = (tl.constexpr(i) for i in range(STATE_WORDS))
 STATE_SIZE = tl.constexpr(STATE_WORDS)
 
 
@@ -160,7 +161,7 @@ def _sum_three(a, b, c, d, e, f):
 def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting, top_k, top_p, size):
     """[from_key, to_key) in which the samples say that the answer lies."""
     # What is small tells least of the mass, so the mass below the answer is known best; and of tokens, the few above.
-    weight = tl.where(some > float("-inf"), tl.exp2((some - peak) * scale), 0.0)
+    weight = tl.where(some > float("-inf"), tl.exp2(tl.fma(some, scale, -peak * scale)), 0.0)
     share = some.shape[0] / size
     above = top_k * share
     middle = tl.where(counting, num_finite - above, (1 - top_p) * total * share)
@@ -169,7 +170,7 @@ def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting
     bound = peak + tl.log2(tl.maximum(1 - top_p, 1e-6) * total / size) / scale
     least = tl.minimum(tl.where(counting, least, tl.maximum(bound, least)), highest)
     from_x, to_x, step = least, least, highest - least
-    for _ in range(8):
+    for _ in range(7):
         step *= 0.5
         less = tl.where(some < from_x + step, weight, 0.0)
         more = tl.where(some < to_x + step, weight, 0.0)
@@ -179,7 +180,7 @@ def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting
     to_x += step
     if not counting:
         # All of the sample, at these two; and in between the mass is nearly a straight line.
-        each = tl.where(all < to_x, tl.exp2((all - peak) * scale), 0.0)
+        each = tl.where(all < to_x, tl.exp2(tl.fma(all, scale, -peak * scale)), 0.0)
         less, more, squares = tl.reduce((tl.where(all < from_x, each, 0.0), each, each * each), 0, _sum_three)
         # By how much a sum over as many, taken from so many without putting back, is off.
         variance = squares - more * more / all.shape[0] - squares * (all.shape[0] / size)
@@ -356,6 +357,7 @@ def _threshold_kernel(
                         threshold = tl.maximum(threshold, _number_of(_bisect(x, kept, enough, low, high, cell)))
                 else:
                     open = tl.full((), 1, tl.int32)
+                    by = tl.where(counting, 0.0, scale)
                     from_key, to_key = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
                     if PIECES:  # noqa: SIM102
                         # Weights in the second pass are 2 to a product less a rounded one: made good if not too large.
@@ -365,7 +367,7 @@ def _threshold_kernel(
                                     logits, scratch, size, True, PIECES, HAS_RULES
                                 )  # fmt: skip
                             from_key, to_key = _bracket(
-                                all, some, num_finite, least, highest, peak, total, tl.where(counting, 0.0, scale),
+                                all, some, num_finite, least, highest, peak, total, by,
                                 counting, top_k, top_p, size,
                             )  # fmt: skip
                             tl.store(bins_SCB + s * COUNTS + tl.arange(0, COUNTS), tl.zeros((COUNTS,), tl.int32))
@@ -374,6 +376,8 @@ def _threshold_kernel(
                     tl.store(state + _LOW, low)
                     tl.store(state + _PEAK, peak.to(tl.int32, bitcast=True))
                     tl.store(state + _TOTAL, total.to(tl.int32, bitcast=True))
+                    tl.store(state + _SCALE, by.to(tl.int32, bitcast=True))
+                    tl.store(state + _RULED, ruled.to(tl.int32))
     tl.store(state + _OPEN, open)
     tl.store(threshold_S + s, threshold)
 
@@ -551,39 +555,34 @@ def _pass_over_pairs(
     return tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_S"])
+@triton.jit
 def _second_pass_kernel(
-    above_SP, bins_SCB, state_SW, scratch_SV, logits_SV, rows_S, params_RP, size, row_stride, num_tiles,
+    above_SP, bins_SCB, state_SW, scratch_SV, logits_SV, size, row_stride,
     HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The last tiles first, for they are still in the cache. Rows are adjacent in both orders.
     s, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     part = num_parts - 1 - tl.program_id(1)
-    row, state = tl.load(rows_S + s), state_SW + s * STATE_SIZE
-    temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
-    takes_a_pass = _takes_a_pass(temperature, top_k, float_param(params_RP, row, _TOP_P), size)
-    ruled = has_rules(params_RP, row, HAS_RULES)
+    state = state_SW + s * STATE_SIZE
     logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
     bins = bins_SCB + s * COUNTS + part % _COPIES * _NUM_BINS
     column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
     pairs = as_pairs(logits) + part * (TILES * TILE_SIZE // 2)
     num_pairs = tl.minimum(size // 2 - part * (TILES * TILE_SIZE // 2), TILES * TILE_SIZE // 2)
     within = tl.arange(0, STEP * TILE_SIZE // 2)
-    x = tl.full((STEP, TILE_SIZE), float("-inf"), tl.float32)
-    pair = tl.full((STEP * TILE_SIZE // 2,), NO_PAIR, tl.int32)
-    if takes_a_pass:  # already now, while the brackets are being found
-        if PAIRS:
-            pair = tl.load(pairs + within, mask=within < num_pairs, other=NO_PAIR)
-        else:
-            x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
+    # Already now, while the brackets are being found, and whether the row has one or not:
+    if PAIRS:
+        pair = tl.load(pairs + within, mask=within < num_pairs, other=NO_PAIR)
+    else:
+        x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    from_key, to_key = tl.load(state + _FROM), tl.load(state + _TO)
+    open, from_key, to_key = tl.load(state + _OPEN), tl.load(state + _FROM), tl.load(state + _TO)
     peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
-    if takes_a_pass & (tl.load(state + _OPEN) > 0) & (to_key > from_key):
-        scale = tl.where((top_k > 0) & (top_k < size), 0.0, LOG2_E / temperature)
-        if ruled:
+    scale, ruled = tl.load(state + _SCALE).to(tl.float32, bitcast=True), tl.load(state + _RULED)
+    if (open > 0) & (to_key > from_key):
+        if HAS_RULES and ruled > 0:
             x = as_float(tl.load(scratch + column, mask=column < size, other=float("-inf")))
             above = _pass_over(x, scratch, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
         elif PAIRS and from_key < 0:
@@ -704,7 +703,10 @@ def _threshold_triton(
                 limits.above_SP,
                 limits.bins_SCB,
                 limits.state_SW,
-                *logits,
+                scratch_SV,
+                rows.logits_SV,
+                size,
+                rows.logits_SV.stride(0),
                 HAS_RULES=rows.has_rules,
                 PAIRS=in_pairs(rows.logits_SV),
                 TILES=pass_tiles,
