@@ -122,6 +122,7 @@ def _draw_kernel(
     threshold = tl.full((), float("-inf"), tl.float32)
     if LIMITED:
         threshold = tl.load(threshold_S + s)
+        tl.store(id_S + s, 0)  # it counts, at first
     if SETTLES:
         threshold = settled(
             threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SCB + s * COUNTS,
@@ -136,12 +137,13 @@ def _draw_kernel(
         # Of a tile's tokens some may be below the threshold: then its value is less than this one, but not less than
         # that of its largest token alone. The few tiles that may win so are looked at together.
         least = tl.where(possible, _value(top, tl.zeros_like(top) + 1.0, noise, temperature), float("-inf"))
-        may_win = (possible & (value >= tl.max(least, 0) - _SLACK)).to(tl.int32)
-        count, found = tl.sum(may_win, 0), found_SN + s * ALL_TILES
-        numbered = t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True)
+        may_win = possible & (value >= tl.max(least, 0) - _SLACK)
+        found = found_SN + s * ALL_TILES
         tl.debug_barrier()
-        tl.store(found + tl.cumsum(may_win, 0) - 1, numbered, mask=may_win > 0)
+        place = tl.atomic_add(id_S + s + tl.zeros_like(t), 1, mask=may_win, sem="relaxed")  # in any order
+        tl.store(found + place, t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True), mask=may_win)
         tl.debug_barrier()
+        count = tl.load(id_S + s, volatile=True)
         key = tl.full((), -(2**63), tl.int64)
         for first in range(0, count, GROUP):
             number = first + tl.arange(0, GROUP)
