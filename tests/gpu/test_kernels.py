@@ -194,14 +194,14 @@ def test_noise_is_the_definitions() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (6, 300), (16, 151936)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (6, 300), (6, 301), (16, 151936)])
 def test_tile_stats(num_rows: int, size: int, dtype: torch.dtype) -> None:
     checks.check_tile_stats(num_rows, size, device="cuda", dtype=dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("kind", checks.KINDS)
-@pytest.mark.parametrize("size", [151936, 1000])
+@pytest.mark.parametrize("size", [151936, 100_001, 1000])
 def test_filters(size: int, kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(size, kind, device="cuda", dtype=dtype)
 
