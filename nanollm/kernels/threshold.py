@@ -663,7 +663,7 @@ def _threshold_triton(
     passes: bool = True,
     pieces: int = 512,
     num_warps: int = 16,
-    maxnreg: int = 64,
+    maxnreg: int = 64,  # so that two programs fit a multiprocessor, and 256 rows an H200
     pass_tiles: int = 32,
     pass_warps: int = 1,  # so that whether a branch is taken is a warp's own affair
     pass_step: int = 4,

@@ -168,7 +168,7 @@ def _tile_stats_triton(
             TILES=tiles,
             RULED_TILES=min(ruled_tiles, tiles),
             num_warps=num_warps,
-            maxnreg=maxnreg,
+            maxnreg=maxnreg,  # what rows without rules need; where rules need more, some spill
             **overlap(rows.logits_SV.device),
         )
     return max_SN, mass_SN
