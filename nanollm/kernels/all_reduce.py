@@ -410,6 +410,8 @@ def peer_all_reduce(
     kernel = _two_shot_kernel if two_shot else _one_shot_kernel
     tile = power_of_2(size)
     most = rows_that_fit(peers, size * itemsize, two_shot=two_shot)
+    if num_tokens > most:  # pieces of one size, not one of a few rows at the end
+        most = -(-num_tokens // -(-num_tokens // most))
     programs = peers.num_programs * (2 if peers.size == 2 and tile <= 4096 else 1)  # by their registers
     for start in range(0, num_tokens, most):
         piece = slice(start, start + most)
