@@ -440,7 +440,7 @@ def peer_all_reduce(
             SENTINEL=SENTINEL[itemsize],
             WORDS=len(peers.turns),
             TILE=tile,
-            num_warps=min(max(tile // 512, 1), 8),
+            num_warps=min(max(tile // 256, 1), 16),
             **peers.overlap(),
         )
     return y_TD, sum_TD
