@@ -26,7 +26,7 @@ from nanollm.kernels.backend import gpu, table_path
 from nanollm.kernels.one_row_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanollm.kernels.split_matmul import ROW_BUCKETS, Tiles, split_matmul
+from nanollm.kernels.split_matmul import LIBRARY_HALVES, ROW_BUCKETS, Tiles, split_matmul
 
 MARGIN = 0.99  # of the time without a table: what gains less is noise, or not worth a kernel of its own
 # Each thread of these has 32 or 64 values of a chunk; of a gated weight, with twice the outs, twice as many.
@@ -127,6 +127,8 @@ def measure_one_row(layer: Linear, device: torch.device) -> dict[OneRow, float]:
 def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
     """What may be good: enough programs to fill the GPU, and not many more parts than that takes."""
     found = gpu(torch.device("cuda", torch.cuda.current_device()))
+    if num_rows >= 64 and LIBRARY_HALVES.suit(size_out, size_in):
+        yield LIBRARY_HALVES
     if num_rows <= 64:
         rows, cuts = [max(num_rows, 16)], [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 8)]
     else:

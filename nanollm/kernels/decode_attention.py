@@ -369,7 +369,7 @@ class NewTokens:
 
 def starts_from_qkv(num_rows: int, num_kv_heads: int, device: torch.device) -> bool:
     """Whether decode_attention_from_qkv is the better way: where launches take the time, not reading the cache."""
-    return num_rows * num_kv_heads <= 4 * gpu(device).num_sms
+    return 2 * num_rows * num_kv_heads <= 7 * gpu(device).num_sms
 
 
 def _decode_attention_triton(

@@ -18,7 +18,7 @@ from nanollm.kernels.prefill_attention import prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanollm.kernels.silu_mul import silu_mul
-from nanollm.kernels.split_matmul import Tiles
+from nanollm.kernels.split_matmul import LIBRARY_HALVES, Tiles
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 SHAPES = pytest.mark.parametrize(
@@ -240,7 +240,8 @@ def test_one_row_matmul(norm: bool, gated: bool, residual: bool, size_in: int, s
 @pytest.mark.parametrize("shape", [(512, 128), (1024, 4096), (12288, 256)], ids=str)
 def test_split_matmul(num_rows: int, shape: tuple[int, int]) -> None:
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    for tiles in (Tiles(rows, 64, 128, 4, 4, 4), Tiles(rows, 64, 64, 3, 4), Tiles(128, 64, 64, 3, 8, 2)):
+    cuts = Tiles(rows, 64, 128, 4, 4, 4), Tiles(rows, 64, 64, 3, 4), Tiles(128, 64, 64, 3, 8, 2), LIBRARY_HALVES
+    for tiles in cuts:
         checks.check_split_matmul(num_rows, *shape, tiles, device="cuda", dtype=torch.bfloat16)
 
 

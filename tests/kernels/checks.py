@@ -29,7 +29,7 @@ from nanollm.kernels.prepare_decode import (
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
-from nanollm.kernels.split_matmul import Tiles, _split_matmul_triton, split_matmul_reference
+from nanollm.kernels.split_matmul import Tiles, _split_matmul_gpu, split_matmul_reference
 from nanollm.kernels.threshold import Limits, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
@@ -512,7 +512,7 @@ def check_split_matmul(
     torch.manual_seed(0)
     x = randn(num_rows, size_in, device=device, dtype=dtype)
     weight = randn(size_out, size_in, device=device, dtype=dtype) * size_in**-0.5
-    y = _split_matmul_triton(x, weight, tiles)
+    y = _split_matmul_gpu(x, weight, tiles)
     # Parts are float32 sums of products that float32 holds exactly, if dtype is a 16-bit one.
     tolerance = 1e-5 if tiles.splits > 1 else TOLERANCE[dtype]
     assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits), tolerance)

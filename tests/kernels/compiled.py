@@ -112,7 +112,7 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
         tiles = split_matmul.default_tiles(num_rows, 2048, 3072, 132)
         assert tiles is not None
         if tiles.fit(backend.gpu(x.device).shared_bytes):
-            split_matmul._split_matmul_triton(matrix[:num_rows], matrix, tiles)
+            split_matmul._split_matmul_gpu(matrix[:num_rows], matrix, tiles)
     cpu, word = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
     for num_ranks, two_shot in ((2, False), (8, False), (8, True)):
         peers = all_reduce.PeerMemory.of(1, [0] * num_ranks, word, 2**24, cpu)

@@ -209,18 +209,25 @@ def test_ranks_with_different_memory_have_the_same_number_of_blocks(start: Calla
     llm.close()
 
 
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanollm.runtime.ranks._start_worker", lambda *args: pytest.fail("a process was started"))
+
+
 @pytest.mark.parametrize("size", [5, 64])
-def test_more_ranks_than_heads_is_refused_before_any_process_starts(start: Callable[..., LLM], size: int) -> None:
-    with soon(1.0), pytest.raises(ValueError, match=f"tensor_parallel_size {size} .* 4 attention heads: give 1 to 4"):
+def test_more_ranks_than_heads_is_refused_before_any_process_starts(
+    start: Callable[..., LLM], no_process: None, size: int
+) -> None:
+    with pytest.raises(ValueError, match=f"tensor_parallel_size {size} .* 4 attention heads: give 1 to 4"):
         start(size)
 
 
 def test_more_ranks_than_gpus_is_refused_before_any_process_starts(
-    start: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., LLM], no_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with soon(1.0), pytest.raises(ValueError, match="size 3 needs 3 GPUs here, but there are 2"):
+    with pytest.raises(ValueError, match="size 3 needs 3 GPUs here, but there are 2"):
         start(3, device="cuda")
 
 
