@@ -426,7 +426,7 @@ def sampling_variants() -> Iterator[Case]:
         inputs_ = Sampling(256, name)
         calls = {
             f"pass w{w} s{n}": inputs_.ours(filters={"pass_warps": w, "pass_step": n})
-            for w, n in ((1, 8), (2, 8), (4, 16))
+            for w, n in ((1, 2), (2, 4), (4, 8))
         }
         calls |= {f"sample {n}": inputs_.ours(filters={"pieces": n}) for n in (256, 1024)}
         calls |= {f"threshold w{w}": inputs_.ours(filters={"num_warps": w}) for w in (8, 32)}

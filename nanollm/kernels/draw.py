@@ -27,7 +27,7 @@ from nanollm.kernels.noise import (
     noise_word,
     noise_words,
 )
-from nanollm.kernels.threshold import CELL_BITS, COUNTS, STATE_SIZE, Limits, settled
+from nanollm.kernels.threshold import CELL_BITS, NUM_BINS, STATE_SIZE, Limits, settled
 from nanollm.kernels.tile_stats import LARGEST, LOG2_E, TILE, TILE_SIZE, clamped, in_tiles
 from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
@@ -98,7 +98,7 @@ def _unkeyed(key):
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "positions_S"])
 def _draw_kernel(
-    value_S, id_S, threshold_S, state_SW, bins_SCB, above_SP, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S,
+    value_S, id_S, threshold_S, state_SW, bins_SB, above_SP, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S,
     positions_S, params_RP, size, row_stride, num_tiles, num_parts, first_id,
     LIMITED: tl.constexpr, SETTLES: tl.constexpr, HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr,
     PARTS: tl.constexpr, CELL_BITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
@@ -125,7 +125,7 @@ def _draw_kernel(
         tl.store(id_S + s, 0)  # it counts, at first
     if SETTLES:
         threshold = settled(
-            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SCB + s * COUNTS,
+            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SB + s * NUM_BINS,
             above_SP + s * num_parts, num_parts, max_SN + s * num_tiles, logits, scratch, params_RP, row, size,
             num_tiles, HAS_RULES, ALL_TILES, PARTS, CELL_BITS,
         )  # fmt: skip
@@ -179,7 +179,7 @@ def _draw_triton(
     value_S = max_SN.new_empty(num_rows, dtype=torch.float64)
     id_S = max_SN.new_empty(num_rows, dtype=torch.int64)
     limited, settles = limits is not None, limits is not None and limits.state_SW is not None
-    num_warps = num_warps or (16 if settles else 8)
+    num_warps = num_warps or (8 if settles else 4)
     limits = limits or Limits(max_SN)
     above_SP = max_SN if limits.above_SP is None else limits.above_SP
     if num_rows:
@@ -188,7 +188,7 @@ def _draw_triton(
             id_S,
             limits.threshold_S,
             limits.state_SW if settles else max_SN,
-            limits.bins_SCB if settles else max_SN,
+            limits.bins_SB if settles else max_SN,
             above_SP,
             id_S.new_empty(num_rows, all_tiles) if limited else id_S,
             max_SN,

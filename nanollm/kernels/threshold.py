@@ -30,13 +30,10 @@ from torch import Tensor
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
 from nanollm.kernels.token_rules import (
-    NO_PAIR,
     RowLogits,
     as_float,
-    as_pairs,
     float_param,
     has_rules,
-    in_pairs,
     int_param,
     load_logits,
 )
@@ -48,9 +45,7 @@ _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(column) for column in (TEMP
 # Keys of numbers that were converted from this type are multiples of 2 to this power.
 CELL_BITS = {torch.bfloat16: 16, torch.float16: 13}
 BINS, BIN_BITS = 256, 16  # a bin holds two to this power of keys
-COPIES = 4  # of a row's bins, so that fewer additions in memory meet in the same place
-_NUM_BINS, _COPIES, _BIN_BITS, _BIN = (tl.constexpr(value) for value in (BINS, COPIES, BIN_BITS, 1 << BIN_BITS))
-COUNTS = tl.constexpr(BINS * COPIES)
+NUM_BINS, _BIN_BITS, _BIN = (tl.constexpr(value) for value in (BINS, BIN_BITS, 1 << BIN_BITS))
 FEW = 64  # tiles that fit the registers of a program
 _FEW = tl.constexpr(FEW)
 PIECE = 32  # neighbours that a sample takes together
@@ -67,11 +62,11 @@ STATE_SIZE = tl.constexpr(STATE_WORDS)
 @dataclass
 class Limits:
     """threshold_S: float32, the smallest logit that each row's filters keep; of some rows only once draw has been
-    given these limits. state_SW, bins_SCB (int32), above_SP (float32, a part's mass above the bracket): for draw."""
+    given these limits. state_SW, bins_SB (int32), above_SP (float32, a part's mass above the bracket): for draw."""
 
     threshold_S: Tensor
     state_SW: Tensor | None = None
-    bins_SCB: Tensor | None = None
+    bins_SB: Tensor | None = None
     above_SP: Tensor | None = None
 
 
@@ -192,7 +187,7 @@ def _bracket(all, some, num_finite, least, highest, peak, total, scale, counting
     from_key, to_key = _key(from_x) & -_BIN, _key_up(to_x, _BIN) + _BIN
     # Of one sign: positive numbers, or if there are none, negative ones. And no more than the bins hold.
     from_key = tl.where((from_key <= 0) & (to_key > _BIN), _BIN, from_key)
-    most = tl.minimum(from_key.to(tl.int64) + _NUM_BINS * _BIN, 0x7F800000).to(tl.int32)
+    most = tl.minimum(from_key.to(tl.int64) + NUM_BINS * _BIN, 0x7F800000).to(tl.int32)
     to_key = tl.where(counting, most, tl.minimum(to_key, most))
     to_key = tl.where((from_key <= 0) & (to_key > 0), 0, to_key)
     return from_key, tl.maximum(from_key, to_key)
@@ -212,7 +207,7 @@ def _bisect(x, weight, target, low, high, cell):
 @triton.jit
 def _by_bins(from_key, to_key, count, above, peak, scale, target, low, high, cell):
     """low and high as near as the bins tell: a token may be any number of its bin. above: what larger ones weigh."""
-    start = from_key + tl.arange(0, _NUM_BINS) * _BIN
+    start = from_key + tl.arange(0, NUM_BINS) * _BIN
     lightest = tl.where(count > 0, count * tl.exp2((_number_of(start) - peak) * scale), 0.0)
     at_least = above + tl.cumsum(lightest.to(tl.float64), 0, reverse=True)
     num_sure = tl.sum((at_least >= target).to(tl.int32), 0)
@@ -295,7 +290,7 @@ def _list_wanted(tiles, max_N, low, num_tiles, ALL_TILES: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
-    threshold_S, state_SW, bins_SCB, tiles_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, params_RP, size,
+    threshold_S, state_SW, bins_SB, tiles_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, params_RP, size,
     row_stride, num_tiles,
     HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, CELL_BITS: tl.constexpr, PIECES: tl.constexpr,
     PDL: tl.constexpr,
@@ -370,7 +365,7 @@ def _threshold_kernel(
                                 all, some, num_finite, least, highest, peak, total, by,
                                 counting, top_k, top_p, size,
                             )  # fmt: skip
-                            tl.store(bins_SCB + s * COUNTS + tl.arange(0, COUNTS), tl.zeros((COUNTS,), tl.int32))
+                            tl.store(bins_SB + s * NUM_BINS + tl.arange(0, NUM_BINS), tl.zeros((NUM_BINS,), tl.int32))
                     tl.store(state + _FROM, from_key)
                     tl.store(state + _TO, to_key)
                     tl.store(state + _LOW, low)
@@ -436,145 +431,19 @@ def _pass_over(
 
 
 @triton.jit
-def _add_above(above, pair, limit, scale, less):
-    """above + what those of a pair weigh that are no less than the limit (a pair of it)."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred low_p, high_p;
-        .reg .b32 low, high;
-        setp.ge.bf16x2 low_p|high_p, $1, $2;
-        shl.b32 low, $1, 16;
-        and.b32 high, $1, 0xffff0000;
-        fma.rn.f32 low, low, $3, $4;
-        fma.rn.f32 high, high, $3, $4;
-        ex2.approx.ftz.f32 low, low;
-        ex2.approx.ftz.f32 high, high;
-        mov.b32 $0, $5;
-        @low_p add.f32 $0, $0, low;
-        @high_p add.f32 $0, $0, high;
-        }""",
-        "=r,r,r,r,r,r",
-        [pair, limit, scale, less, above],
-        tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _bins_of(pair, origin, width):
-    """Which bins a pair's logits are in, 16 bits each: width if in none. Arguments are pairs too."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 bin;
-        add.u16x2 bin, $1, $2;
-        min.u16x2 $0, bin, $3;
-        }""",
-        "=r,r,r,r",
-        [pair, origin, width],
-        tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _two_least(bins, width):
-    """(The two least of 16 bins that a thread has in eight pairs, then -1, whether more than these are below width,
-    then 0.)"""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .pred more;
-        .reg .b32 a, b, c, d, e, f, g, h, s, t;
-        min.u16x2 a, $16, $17;  max.u16x2 b, $16, $17;
-        min.u16x2 c, $18, $19;  max.u16x2 d, $18, $19;
-        min.u16x2 e, $20, $21;  max.u16x2 f, $20, $21;
-        min.u16x2 g, $22, $23;  max.u16x2 h, $22, $23;
-        min.u16x2 s, a, c;  max.u16x2 t, a, c;  min.u16x2 b, b, d;  min.u16x2 t, t, b;
-        min.u16x2 a, e, g;  max.u16x2 c, e, g;  min.u16x2 f, f, h;  min.u16x2 c, c, f;
-        min.u16x2 e, s, a;  max.u16x2 g, s, a;  min.u16x2 t, t, c;  min.u16x2 g, g, t;
-        and.b32 a, e, 65535;  shr.u32 b, e, 16;
-        and.b32 c, g, 65535;  shr.u32 d, g, 16;
-        min.u32 s, a, b;
-        max.u32 e, a, b;  min.u32 f, c, d;  min.u32 t, e, f;
-        add.u32 a, $16, $17;  add.u32 a, a, $18;  add.u32 a, a, $19;  add.u32 a, a, $20;
-        add.u32 a, a, $21;  add.u32 a, a, $22;  add.u32 a, a, $23;
-        shr.u32 b, a, 16;  and.b32 a, a, 65535;  add.u32 a, a, b;
-        mad.lo.u32 b, $24, 14, s;  add.u32 b, b, t;
-        setp.ne.u32 more, a, b;
-        selp.b32 $8, 1, 0, more;
-        mov.b32 $0, s;  mov.b32 $1, t;
-        mov.b32 $2, -1;  mov.b32 $3, -1;  mov.b32 $4, -1;  mov.b32 $5, -1;  mov.b32 $6, -1;  mov.b32 $7, -1;
-        mov.b32 $9, 0; mov.b32 $10, 0; mov.b32 $11, 0; mov.b32 $12, 0; mov.b32 $13, 0; mov.b32 $14, 0; mov.b32 $15, 0;
-        }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [bins, width],
-        (tl.int32, tl.int32),
-        is_pure=True,
-        pack=8,
-    )
-
-
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
-@triton.jit
-def _both(number):
-    """The upper half of 32 bits, twice."""
-    return (number & -65536) | ((number >> 16) & 65535)
-
-
-@triton.jit
-def _pass_over_pairs(
-    pair, source, num_pairs, bins, from_key, to_key, peak, scale, NEGATIVE: tl.constexpr, STEP: tl.constexpr
-):
-    """As _pass_over, of bfloat16 in pairs, STEP at a time: pair, which are the first, and what follows them at source,
-    num_pairs in all. NEGATIVE: whether the bracket is."""
-    shift = peak * scale
-    limit = _both(_number_of(to_key).to(tl.int32, bitcast=True))
-    # A bin is what the 16 bits of a number are off from_key's. Numbers of the other sign come out as none.
-    origin = _both((-2147483648 + _BIN if NEGATIVE else 0) - from_key)
-    width = (to_key - from_key) >> _BIN_BITS
-    above, within = tl.zeros((STEP,), tl.float32), tl.arange(0, STEP)
-    for i in range(0, num_pairs, STEP):
-        above = _add_above(above, pair, limit, scale, -shift)
-        bin = _bins_of(~pair if NEGATIVE else pair, origin, width | width << 16)
-        few, more = _two_least(bin, width)  # of 16 few are in the bracket, mostly one or none
-        if tl.reduce(more, 0, _or) > 0:
-            _count(bins, bin & 65535, width, STEP)
-            _count(bins, (bin >> 16) & 65535, width, STEP)
-        else:
-            _count(bins, few, width, STEP)
-        source += STEP
-        if i + 2 * STEP <= num_pairs:
-            pair = tl.load(source + within)
-        elif i + STEP < num_pairs:
-            pair = tl.load(source + within, mask=within < num_pairs - (i + STEP), other=NO_PAIR)
-    return tl.sum(above) * tl.exp2(tl.fma(peak, -scale, shift))
-
-
-@triton.jit
 def _second_pass_kernel(
-    above_SP, bins_SCB, state_SW, scratch_SV, logits_SV, size, row_stride,
-    HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    above_SP, bins_SB, state_SW, scratch_SV, logits_SV, size, row_stride,
+    HAS_RULES: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The last tiles first, for they are still in the cache. Rows are adjacent in both orders.
     s, num_parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     part = num_parts - 1 - tl.program_id(1)
     state = state_SW + s * STATE_SIZE
     logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
-    bins = bins_SCB + s * COUNTS + part % _COPIES * _NUM_BINS
+    bins = bins_SB + s * NUM_BINS
     column = (part * TILES + tl.arange(0, STEP)[:, None]) * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-    pairs = as_pairs(logits) + part * (TILES * TILE_SIZE // 2)
-    num_pairs = tl.minimum(size // 2 - part * (TILES * TILE_SIZE // 2), TILES * TILE_SIZE // 2)
-    within = tl.arange(0, STEP * TILE_SIZE // 2)
     # Already now, while the brackets are being found, and whether the row has one or not:
-    if PAIRS:
-        pair = tl.load(pairs + within, mask=within < num_pairs, other=NO_PAIR)
-    else:
-        x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
+    x = as_float(tl.load(logits + column, mask=column < size, other=float("-inf")))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -585,14 +454,6 @@ def _second_pass_kernel(
         if HAS_RULES and ruled > 0:
             x = as_float(tl.load(scratch + column, mask=column < size, other=float("-inf")))
             above = _pass_over(x, scratch, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
-        elif PAIRS and from_key < 0:
-            above = _pass_over_pairs(
-                pair, pairs, num_pairs, bins, from_key, to_key, peak, scale, True, STEP * TILE_SIZE // 2
-            )
-        elif PAIRS:
-            above = _pass_over_pairs(
-                pair, pairs, num_pairs, bins, from_key, to_key, peak, scale, False, STEP * TILE_SIZE // 2
-            )
         else:
             above = _pass_over(x, logits, column, size, bins, from_key, to_key, peak, scale, TILES, STEP)
         tl.store(above_SP + s * num_parts + part, above)
@@ -608,10 +469,7 @@ def settled(
     open, from_key, to_key = tl.load(state + _OPEN), tl.load(state + _FROM), tl.load(state + _TO)
     low, total = tl.load(state + _LOW), tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
     peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
-    count, part = tl.zeros((_NUM_BINS,), tl.int32), tl.arange(0, PARTS)
-    for copy in tl.static_range(_COPIES):
-        count += tl.load(bins + copy * _NUM_BINS + tl.arange(0, _NUM_BINS))
-    count = count.to(tl.float32)
+    count, part = tl.load(bins + tl.arange(0, NUM_BINS)).to(tl.float32), tl.arange(0, PARTS)
     larger = tl.load(above + part, mask=part < num_parts, other=0.0).to(tl.float64)
     if open > 0:
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
@@ -633,7 +491,7 @@ def settled(
             threshold = tl.maximum(threshold, _number_of(low))
         if top_p < 1:
             if counting | (threshold > float("-inf")):
-                start = from_key + tl.arange(0, _NUM_BINS) * _BIN
+                start = from_key + tl.arange(0, NUM_BINS) * _BIN
                 if found & (above_bins == 0) & (cell == _BIN):
                     kept = (count > 0) & (start >= _key_up(threshold, cell))
                     total = tl.sum(tl.where(kept, count * tl.exp2((_number_of(start) - peak) * scale), 0.0), 0)
@@ -663,7 +521,6 @@ def _threshold_triton(
     passes: bool = True,
     pieces: int = 512,
     num_warps: int = 16,
-    maxnreg: int = 64,  # so that two programs fit a multiprocessor, and 256 rows an H200
     pass_tiles: int = 32,
     pass_warps: int = 1,  # so that whether a branch is taken is a warp's own affair
     pass_step: int = 4,
@@ -675,7 +532,7 @@ def _threshold_triton(
     limits = Limits(
         max_SN.new_empty(num_rows),
         ints(num_rows, STATE_WORDS),
-        ints(num_rows, COPIES, BINS),
+        ints(num_rows, BINS),
         max_SN.new_empty(num_rows, parts),
     )
     all_tiles = max(power_of_2(num_tiles), TILE)
@@ -685,7 +542,7 @@ def _threshold_triton(
         _threshold_kernel[(num_rows,)](
             limits.threshold_S,
             limits.state_SW,
-            limits.bins_SCB,
+            limits.bins_SB,
             ints(num_rows, all_tiles),
             max_SN,
             mass_SN,
@@ -695,24 +552,22 @@ def _threshold_triton(
             CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
             PIECES=pieces * passes,
             num_warps=num_warps,
-            maxnreg=maxnreg,
+            maxnreg=1024 // num_warps,  # two programs fit a multiprocessor, so 256 rows an H200
             **overlap(max_SN.device),
         )
         if passes:
             _second_pass_kernel[(num_rows, parts)](
                 limits.above_SP,
-                limits.bins_SCB,
+                limits.bins_SB,
                 limits.state_SW,
                 scratch_SV,
                 rows.logits_SV,
                 size,
                 rows.logits_SV.stride(0),
                 HAS_RULES=rows.has_rules,
-                PAIRS=in_pairs(rows.logits_SV),
                 TILES=pass_tiles,
                 STEP=pass_step,
                 num_warps=pass_warps,
-                maxnreg=64,  # as many programs as a multiprocessor takes
                 **overlap(max_SN.device),
             )
     return limits

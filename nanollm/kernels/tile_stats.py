@@ -139,7 +139,7 @@ def _tile_stats_kernel(
 
 
 def _tile_stats_triton(
-    rows: RowLogits, tiles: int = 64, num_warps: int = 4, ruled_tiles: int = 8, maxnreg: int = 64
+    rows: RowLogits, tiles: int = 64, num_warps: int = 4, ruled_tiles: int = 8
 ) -> tuple[Tensor, Tensor]:
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
     num_tiles = -(-size // TILE)
@@ -168,7 +168,7 @@ def _tile_stats_triton(
             TILES=tiles,
             RULED_TILES=min(ruled_tiles, tiles),
             num_warps=num_warps,
-            maxnreg=maxnreg,  # what rows without rules need; where rules need more, some spill
+            maxnreg=96 if rows.has_rules else 64,
             **overlap(rows.logits_SV.device),
         )
     return max_SN, mass_SN
