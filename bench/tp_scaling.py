@@ -11,6 +11,7 @@ all-reduce adds what bench/all_reduce.py measured for its bytes, or an estimate.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -155,6 +156,7 @@ def communication_seconds(llm: LLM, batch: int, args: argparse.Namespace) -> flo
         for event in profile.events():
             if any(name in event.name.lower() for name in COMMUNICATION):
                 found[-1].setdefault(event.name, []).append(event.time_range.elapsed_us() * 1e-6)
+    gc.collect()  # of so many events, which else takes half a second of what is measured next
     return sum(
         statistics.median(times) * (len(times) - len(found[0].get(name, []))) / (lengths[1] - lengths[0])
         for name, times in found[1].items()
