@@ -117,7 +117,7 @@ def measure_degree(llm: LLM, tp: int, args: argparse.Namespace) -> dict[str, Any
     rows = []
     for batch in args.batch:
         row = measure(llm, batch, argparse.Namespace(**vars(args) | {"tp": tp}))
-        if torch.cuda.is_available():
+        if tp > 1 and torch.cuda.is_available():
             row["communication"] = communication_seconds(llm, batch, args) * 1e3 / row["tpot_ms"]
         rows.append(row)
     run = {"tp": tp, "rows": rows, "long_prompt_ms": long_prompt_seconds(llm, args) * 1e3}
