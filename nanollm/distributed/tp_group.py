@@ -195,7 +195,11 @@ def local_store(port: int = 0) -> dist.TCPStore:
 
     Not a file: NCCL's threads look into the store now and then, and minutes for a file that is gone.
     """
-    return dist.TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
+    if port:
+        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))  # by itself a store listens on every interface
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store: dist.Store | None) -> None:

@@ -412,8 +412,10 @@ def peer_all_reduce(
     most = rows_that_fit(peers, size * itemsize, two_shot=two_shot)
     if num_tokens > most:  # pieces of one size, not one of a few rows at the end
         most = -(-num_tokens // -(-num_tokens // most))
-    programs = peers.num_programs * (2 if peers.size == 2 and tile <= 4096 else 1)  # by their registers
-    warp_values = 512 if num_tokens <= 8 else 256  # as measured: more warps send a lot sooner, and end a row later
+    two_fit = peers.size == 2 and tile <= 4096  # on a multiprocessor, by their registers
+    programs = peers.num_programs * (1 + two_fit)
+    # As measured: more warps send a lot sooner, and end a row later.
+    num_warps = min(max(tile // (512 if num_tokens <= 8 else 256), 1), 16)
     for start in range(0, num_tokens, most):
         piece = slice(start, start + most)
         num_rows = min(most, num_tokens - start)
@@ -441,7 +443,8 @@ def peer_all_reduce(
             SENTINEL=SENTINEL[itemsize],
             WORDS=len(peers.turns),
             TILE=tile,
-            num_warps=min(max(tile // warp_values, 1), 16),
+            num_warps=num_warps,
+            maxnreg=min(1024 // num_warps, 255) if two_fit else None,
             **peers.overlap(),
         )
     return y_TD, sum_TD

@@ -10,6 +10,8 @@ probability w_i / sum(w). One variable a token would cost more than reading the 
 Together P(i) = W_T / W × w_i / W_T = w_i / W: exactly the distribution wanted. Tiles are fixed ranges of token ids,
 a tile lies on one rank as a whole, and its noise belongs to its number, so the same tile and the same token win
 whatever the ranks. Each rank sends its best tile's value and token, and the largest value wins.
+
+Before that, rows whose threshold kernels.threshold left open complete it, and may read their tiles again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -144,7 +146,7 @@ def _draw_kernel(
         tl.store(found + place, t.to(tl.int64) << 32 | noise.to(tl.uint32, bitcast=True), mask=may_win)
         tl.debug_barrier()
         count = tl.load(id_S + s, volatile=True)
-        key = tl.full((), -(2**63), tl.int64)
+        key = _keyed(tl.full((), float("-inf"), tl.float64), 0)  # a shard may have nothing to draw
         for first in range(0, count, GROUP):
             number = first + tl.arange(0, GROUP)
             tile_and_noise = tl.load(found + number, mask=number < count, other=0)
@@ -157,7 +159,7 @@ def _draw_kernel(
             exact = tl.where(number < count, _value(largest, tl.sum(kept, 1), its_noise, temperature), float("-inf"))
             key = tl.maximum(key, tl.max(_keyed(exact, candidate), 0))
     else:
-        key = tl.max(_keyed(value + 0.0, t), 0)
+        key = tl.max(_keyed(value, t), 0)
     value, tile = _unkeyed(key)
     column = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
     x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
@@ -224,7 +226,8 @@ def draw(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, limits: Limits | None
     least this are drawn, and threshold_S is completed; None for all rows, or -inf, is no limit. At temperature 0 it is
     the largest logit, the lowest id of equals, and its value is the logit. Values of different shards compare; of
     equals the lower tile wins. A row whose logits are all -inf has value -inf and id -1.
-    On a GPU a tile is read only if it may win: a program a row, that reads [tiles] numbers and few tiles of logits.
+    On a GPU a tile is read only if it may win, or to complete a threshold: a program a row, that reads [tiles] numbers
+    and mostly few tiles of logits.
     """
     run = _draw_triton if runs_triton(rows.logits_SV) else draw_reference
     return run(rows, max_SN, mass_SN, limits)

@@ -15,8 +15,8 @@ mass. It is looked for among integer keys that order as the floats do, in the fi
    bracket with about one logit in a hundred. A second pass over the logits sums what is above the bracket and counts
    what is inside, in bins of 2**16 keys, which for bfloat16 is one value each. Counts are integers: their order
    doesn't matter, and a row is cut at the same place every time.
-3. One program a row passes over the tiles, and a pass leaves a quarter of the keys: slow, but for few rows, whose
-   bracket missed, or whose bins hold many values.
+3. One program a row passes over the tiles, and a pass leaves a quarter of the keys: slow, so for what is left: rows
+   whose bracket missed, that have min_p and top_p, or whose bins hold many values (of float32, or with rules).
 
 The draw, a program a row too, does what is left to do after the second pass.
 """
@@ -397,7 +397,7 @@ def _three_least(x, ROWS: tl.constexpr):
 def _count(bins, bin, num_bins, SIZE: tl.constexpr):
     """In any order, so that nothing moves between threads. bin: int32."""
     bin = tl.reshape(bin, (SIZE,), can_reorder=True)
-    tl.atomic_add(bins + bin, 1, mask=(bin >= 0) & (bin < num_bins), sem="relaxed")
+    tl.atomic_add(bins + bin, 1, mask=bin < num_bins, sem="relaxed")
 
 
 @triton.jit
@@ -474,6 +474,7 @@ def settled(
     if open > 0:
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
         top_p, ruled = float_param(params_RP, row, _TOP_P), has_rules(params_RP, row, HAS_RULES)
+        threshold = peak + temperature * tl.log(float_param(params_RP, row, _MIN_P))  # not what an earlier draw left
         counting, found = (top_k > 0) & (top_k < size), to_key > from_key
         scale, fraction = LOG2_E / temperature, tl.maximum(top_p - _SLACK, _SLACK / 10)
         cell = tl.where(ruled, 1, 1 << CELL_BITS)
@@ -492,7 +493,7 @@ def settled(
         if top_p < 1:
             if counting | (threshold > float("-inf")):
                 start = from_key + tl.arange(0, NUM_BINS) * _BIN
-                if found & (above_bins == 0) & (cell == _BIN):
+                if found & (above_bins == 0) & (cell == _BIN) & (low >= from_key):
                     kept = (count > 0) & (start >= _key_up(threshold, cell))
                     total = tl.sum(tl.where(kept, count * tl.exp2((_number_of(start) - peak) * scale), 0.0), 0)
                 else:
@@ -574,7 +575,7 @@ def _threshold_triton(
 
 
 def threshold(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, passes: bool = True) -> Limits:
-    """The smallest logit (with the rules applied) that each row's filters keep, -inf without filters.
+    """Returns Limits: the smallest logit (with the rules applied) that each row's filters keep, -inf without filters.
 
     max_SN, mass_SN: of tile_stats, of the same rows. Rows without filters, and of temperature 0, leave at once.
     passes: whether some row may need a second pass: False changes nothing but the time that it takes.

@@ -24,7 +24,7 @@ CANDIDATES = 64  # most logits of a row that each rank sends when its filters ca
 
 
 class Filters(IntEnum):
-    """What a row's filters need to know of the other ranks' logits."""
+    """What a row's filters need to know of other ranks' logits; on one rank, whether they may need a second pass."""
 
     NONE = 0  # nothing: it has no filters
     LARGEST = 1  # the largest: it has min_p alone, or top_k of at most CANDIDATES and maybe the others
@@ -143,7 +143,8 @@ def _processed(rows: RowLogits) -> Tensor:
     if not rows.has_rules:
         return rows.logits_SV
     assert rows.scratch_SV is not None
-    return torch.where(rows.ints(RULES)[:, None] != 0, rows.scratch_SV, rows.logits_SV.float())
+    x_SV = rows.logits_SV.float()
+    return torch.where(rows.ints(RULES)[:, None] != 0, rows.scratch_SV, x_SV.where(x_SV == x_SV, float("-inf")))
 
 
 def _drawn_from(rows: RowLogits, limits: Limits | None) -> Tensor:

@@ -2,11 +2,12 @@
 
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanollm.distributed.tp_group import TPGroup, world_is_taken
+from nanollm.distributed.tp_group import TPGroup, local_store, world_is_taken
 from tests.distributed.on_ranks import on_ranks
 
 
@@ -16,6 +17,14 @@ def test_one_rank_needs_no_process_group() -> None:
     assert torch.equal(tp.all_gather(x), x[None]) and torch.equal(tp.gather(x), x[None])
     tp.leave()
     assert not world_is_taken()
+
+
+def test_the_store_of_one_host_is_not_there_for_others() -> None:
+    store = local_store()
+    local_store(store.port).set("word", "heard")
+    assert store.get("word") == b"heard"
+    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]
 
 
 def share(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -206,6 +206,10 @@ def test_filters(size: int, kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(size, kind, device="cuda", dtype=dtype)
 
 
+def test_filters_where_likely_tokens_are_in_the_sample() -> None:
+    checks.check_filters_where_likely_tokens_are_in_the_sample(device="cuda")
+
+
 @DTYPES
 def test_filters_after_rules(dtype: torch.dtype) -> None:
     checks.check_filters_after_rules(151936, device="cuda", dtype=dtype)

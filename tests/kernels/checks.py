@@ -30,7 +30,7 @@ from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_refe
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_gpu, split_matmul_reference
-from nanollm.kernels.threshold import Limits, _threshold_triton, threshold_reference
+from nanollm.kernels.threshold import PIECE, Limits, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
 from nanollm.sampling_params import (
@@ -42,6 +42,7 @@ from nanollm.sampling_params import (
     PRESENCE,
     REPETITION,
     RULES,
+    TEMPERATURE,
     TOP_P,
 )
 
@@ -419,6 +420,19 @@ def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> N
         check_threshold(logits, state, exact=exact, passes=passes)
 
 
+def check_filters_where_likely_tokens_are_in_the_sample(*, device: str) -> None:
+    """So that the bracket for the k-th largest lies above it."""
+    torch.manual_seed(0)
+    size, num_pieces = 33_000, 128
+    i = torch.arange(num_pieces * PIECE)
+    sampled = i // PIECE * (size // PIECE) // num_pieces * PIECE + i % PIECE
+    logits = torch.randn(3, size) / 2 + 5
+    logits[:, sampled[torch.randperm(len(sampled))[:300]]] = torch.rand(3, 300) * 0.3 + 7.6
+    filters = {"TOP_K": [500, 600, 500], "TOP_P": [0.9, 0.7, 1.0]}
+    state = make_state(3, size, device, **filters)
+    check_threshold(logits.to(device, torch.bfloat16), state, exact=True)
+
+
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
     state = make_state(FILTERED, size, device, **FILTERS)
     make_rules(state, FILTERED, size)
@@ -437,7 +451,8 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
     rows = RowLogits(logits, index, index + 3, state, first_id)
     stats = _tile_stats_triton(rows)
     limits = Limits(threshold_reference(rows))
-    draws = [_draw_triton(rows, *stats, limits), _draw_triton(rows, *stats, _threshold_triton(rows, *stats))]
+    found = _threshold_triton(rows, *stats)
+    draws = [_draw_triton(rows, *stats, of) for of in (limits, found, found)]  # which the first draw completes
     if not filtered:
         draws.append(_draw_triton(rows, *stats))
     expected_value, expected_id = draw_reference(rows, *stats, limits)
@@ -447,6 +462,10 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
         assert token_id[-1] == -1
         torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=2e-5)
         assert torch.equal(value[1::2], draws[0][0][1::2]), "rows without rules are the same in any batch"
+    drawn = rows.floats(TEMPERATURE) > 0
+    beyond = Limits(torch.full_like(limits.threshold_S, 1e9).where(drawn, float("-inf")))  # all kept is on other ranks
+    value, token_id = _draw_triton(rows, *stats, beyond)
+    assert (value[drawn] == float("-inf")).all() and (token_id < first_id + size).all()
 
 
 def check_ties(*, device: str) -> None:

@@ -161,6 +161,10 @@ def test_filters_of_16_bit_logits(kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(33_000, kind, device="cpu", dtype=dtype)
 
 
+def test_filters_where_likely_tokens_are_in_the_sample() -> None:
+    checks.check_filters_where_likely_tokens_are_in_the_sample(device="cpu")
+
+
 def test_filters_after_rules() -> None:
     checks.check_filters_after_rules(3000, **ON_CPU)
 
