@@ -49,20 +49,20 @@ class TPGroup:
         device: torch.device,
         backend: str,
         timeout: float,
-        store: dist.Store | None = None,
+        store_path: str | None = None,
         peer_memory: bool = True,
     ) -> "TPGroup":
         """Meet the other ranks; all call this. Collectives then fail after `timeout` seconds without a peer.
 
-        backend: "gloo" or "nccl". store: where, a local_store or another that works as long as the group does; None
-        means where the launcher (torchrun) says. A process group that the program made itself is used and left as it
-        was found. peer_memory: whether to use the peers' memory where that works.
+        backend: "gloo" or "nccl". store_path: a file that all ranks see, used to meet, which must stay as long as the
+        group does; None meets where the launcher (torchrun) says. A process group that the program made
+        itself is used and left as it was found. peer_memory: whether to use the peers' memory where that works.
         """
         owns_world = not dist.is_initialized()
         limit = timedelta(seconds=timeout + _MEETING_SECONDS)
-        with nullcontext() if store is None else _loopback():
+        with nullcontext() if store_path is None else _loopback():
             if owns_world:
-                _make_world(rank, size, backend, limit, store)
+                _make_world(rank, size, backend, limit, store_path)
             try:
                 mesh = torch.arange(size).view(1, size)  # axes dp, tp
                 # Groups of our own, since the program's may have another backend and timeout.
@@ -190,26 +190,20 @@ def world_is_taken() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def local_store(port: int = 0) -> dist.TCPStore:
-    """Where ranks on this host can meet: one that listens on the loopback interface, or a client of the one at `port`.
-
-    Not a file: NCCL's threads look into the store now and then, and minutes for a file that is gone.
-    """
-    if port:
-        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    listener = socket.create_server(("127.0.0.1", 0))  # by itself a store listens on every interface
-    port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store: dist.Store | None) -> None:
-    if store is None:
+def _make_world(rank: int, size: int, backend: str, timeout: timedelta, store_path: str | None) -> None:
+    if store_path is None:
         shared, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         # It outlives a group, and the next one must not find the addresses of the last.
-        store = dist.PrefixStore(f"nanollm{next(_worlds)}", shared)
+        store: dist.Store = dist.PrefixStore(f"nanollm{next(_worlds)}", shared)
+    else:
+        store = dist.FileStore(store_path, size)
     store.set_timeout(timeout)
     hook = sys.excepthook
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except BaseException:
+        dist.distributed_c10d._world.group_count = 0  # else the next one's groups have other names than new ranks' have
+        raise
     sys.excepthook = hook  # torch's says the rank before each line, once more for every group there ever was
 
 
@@ -218,9 +212,10 @@ def _loopback() -> Iterator[None]:
     """Ranks of one host meet over the loopback interface, which is there whatever the network is like."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)
-    os.environ.setdefault(name, next(n for _, n in socket.if_nameindex() if n in ("lo", "lo0")))
+    os.environ[name] = next(n for _, n in socket.if_nameindex() if n in ("lo", "lo0"))
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

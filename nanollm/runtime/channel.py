@@ -26,7 +26,7 @@ class Kind(IntEnum):
     """What a message is. Payloads are int32 arrays unless said otherwise."""
 
     READY = 0  # follower: started; or loaded: then num_kv_blocks that fit, and a fingerprint to be compared
-    START = 1  # rank 0: go and join: port of the store as text; or loaded: num_kv_blocks to use
+    START = 1  # rank 0: go and join: path of the store as text; or loaded: num_kv_blocks to use
     PLAN = 2  # rank 0: a packed StepPlan
     CALL = 3  # torchrun, both ways: a collective call begins; the hash of its inputs, then rank 0's: of all the same
     OUTPUTS = 4  # rank 0, torchrun: the packed EngineOutputs of a step

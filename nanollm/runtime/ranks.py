@@ -21,13 +21,14 @@ import torch.multiprocessing as mp
 
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition, mlp_split
-from nanollm.distributed.tp_group import TPGroup, local_store, world_is_taken
+from nanollm.distributed.tp_group import TPGroup, world_is_taken
 from nanollm.models.source import ModelSource
 from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError, Listener, connect
 
 _WORKER = "nanollm-rank"  # the processes we start are named so, and know themselves by it
 _SHARE_GPU = "NANOLLM_RANKS_SHARE_GPUS"  # tests only: more ranks than GPUs, over gloo; right but slow
 _NO_MAIN_GUARD = 97  # exit code of a worker that was about to start an engine of its own
+_WAITED_IN_VAIN = ("TimeoutError", "RuntimeError: Wait timeout")  # how the last line of a report begins
 _JOIN_TIMEOUT = 600.0  # seconds; importing PyTorch from a slow network disk takes minutes
 
 
@@ -41,6 +42,7 @@ class Ranks:
 
     links: to ranks 1 …, in order; empty on followers. processes: those started here, which must be ended here.
     failure: why these ranks can't go on, if so; then closing waits for none of them.
+    store: a file in memory, through which those started here met; NCCL's threads wait minutes for one that is gone.
     """
 
     tp: TPGroup
@@ -49,10 +51,12 @@ class Ranks:
     processes: list[Any] = field(default_factory=list)
     num_threads: int | None = None  # torch's setting before, to be restored
     failure: str = ""
+    store: int | None = None
     closed: bool = False
     _inbox: dict[int, deque[tuple[Kind, bytearray]]] = field(default_factory=lambda: defaultdict(deque))
     _reports: dict[int, tuple[float, str]] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)
+    _owner: int = field(default_factory=os.getpid)
 
     def send(self, kind: Kind, payload: "np.ndarray | bytes | list[np.ndarray]" = b"", timeout: float = 60.0) -> None:
         """A message to every other rank: the same, or of a list to each its own."""
@@ -115,7 +119,7 @@ class Ranks:
         first = min(reports, key=lambda rank: reports[rank][0])
         text = reports[first][1]
         silent = [str(rank) for rank in range(1, len(self.links) + 1) if rank not in reports]
-        if silent and text.rstrip().rpartition("\n")[2].startswith("TimeoutError"):
+        if silent and text.rstrip().rpartition("\n")[2].startswith(_WAITED_IN_VAIN):
             return f"rank {' or '.join(silent)} is stopped or hangs; rank {first} waited for it in vain:\n{text}"
         return f"rank {first} failed:\n{text}"
 
@@ -137,7 +141,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes that were started here and leave the group; twice is fine."""
-        if self.closed:
+        if self.closed or os.getpid() != self._owner:  # a fork of the process that owns them has nothing to end
             return
         self.closed = True
         healthy = not (self.failure or self._gone or self._reports)
@@ -161,7 +165,9 @@ class Ranks:
             self.links.clear()
             if healthy:
                 self.tp.leave()
-            else:
+                if self.store is not None:
+                    os.close(self.store)
+            else:  # then something may still look into the store, by its number
                 self._leave_without_waiting()
             if self.num_threads is not None:
                 torch.set_num_threads(self.num_threads)
@@ -179,8 +185,8 @@ class Ranks:
 
 def torchrun_world() -> tuple[int, int] | None:
     """(rank, world size) if a launcher such as torchrun started this process as one of several."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ["RANK"]), world_size) if world_size > 1 and "RANK" in os.environ else None
+    rank, world_size = os.environ.get("RANK"), int(os.environ.get("WORLD_SIZE") or 1)
+    return (int(rank), world_size) if world_size > 1 and rank else None
 
 
 def check_ranks(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> None:
@@ -227,9 +233,11 @@ def _rank_device(device: torch.device, local_rank: int) -> tuple[torch.device, s
     return device, "gloo" if os.environ.get(_SHARE_GPU) else "nccl"
 
 
-def _join(rank: int, device: torch.device, backend: str, config: EngineConfig, store: Any = None) -> TPGroup:
+def _join(
+    rank: int, device: torch.device, backend: str, config: EngineConfig, store_path: str | None = None
+) -> TPGroup:
     size, peer_memory = config.tensor_parallel_size, not config.disable_custom_all_reduce
-    return TPGroup.join(rank, size, device, backend, config.step_timeout, store, peer_memory)
+    return TPGroup.join(rank, size, device, backend, config.step_timeout, store_path, peer_memory)
 
 
 def _share_cores(size: int) -> int:
@@ -250,9 +258,10 @@ def _start_processes(config: EngineConfig, source: ModelSource, device: torch.de
             ranks.num_threads = _share_cores(size)
         for rank in range(1, size):  # all there, before anybody waits for another where nothing else is heard
             ranks.receive(rank, Kind.READY, _JOIN_TIMEOUT)
-        store = local_store()
-        ranks.send(Kind.START, str(store.port).encode())
-        ranks.tp = _join_while_checking(ranks, backend, config, store)
+        ranks.store = os.memfd_create("nanollm-store")
+        store_path = f"/proc/{os.getpid()}/fd/{ranks.store}"
+        ranks.send(Kind.START, store_path.encode())
+        ranks.tp = _join_while_checking(ranks, backend, config, store_path)
     except BaseException as error:
         ranks.failure = ranks.blame(error, 1.0) if isinstance(error, Exception) else "interrupted"
         ranks.close()
@@ -297,13 +306,13 @@ def _ctrl_c_waits() -> Iterator[None]:
         handler(*caught[0])
 
 
-def _join_while_checking(ranks: Ranks, backend: str, config: EngineConfig, store: Any) -> TPGroup:
+def _join_while_checking(ranks: Ranks, backend: str, config: EngineConfig, store_path: str) -> TPGroup:
     """TPGroup.join in a thread of its own, since it hears neither Ctrl-C nor that another rank has failed."""
     joined: concurrent.futures.Future[TPGroup] = concurrent.futures.Future()
 
     def join() -> None:
         try:
-            tp = _join(0, ranks.device, backend, config, store)
+            tp = _join(0, ranks.device, backend, config, store_path)
         except BaseException as error:
             if not joined.cancelled():
                 joined.set_exception(error)
@@ -342,7 +351,7 @@ def _worker(rank: int, config: EngineConfig, source: ModelSource, device_type: s
             link.send(Kind.READY)
             message = link.recv()
             assert message is not None and message[0] is Kind.START
-            tp = _join(rank, device, backend, config, local_store(int(message[1])))
+            tp = _join(rank, device, backend, config, message[1].decode())
         Follower(config, source, Ranks(tp, device), link).serve()
         code = 0
     finally:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nanollm.distributed.tp_group import TPGroup
@@ -23,5 +22,5 @@ def on_ranks(size: int, function: Callable[..., None], *args: Any) -> None:
 
 def _run(size: int, store: str, function: Callable[..., None], args: tuple[Any, ...], rank: int) -> None:
     torch.set_num_threads(1)
-    function(TPGroup.join(rank, size, torch.device("cpu"), "gloo", 60.0, dist.FileStore(store, size)), *args)
+    function(TPGroup.join(rank, size, torch.device("cpu"), "gloo", 60.0, store), *args)
     os._exit(0)  # quicker than the interpreter's own way

@@ -1,13 +1,14 @@
 """Collectives on gloo processes, against arithmetic."""
 
 import time
+from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from nanollm.distributed.tp_group import TPGroup, local_store, world_is_taken
+from nanollm.distributed import tp_group
+from nanollm.distributed.tp_group import TPGroup, world_is_taken
 from tests.distributed.on_ranks import on_ranks
 
 
@@ -19,12 +20,12 @@ def test_one_rank_needs_no_process_group() -> None:
     assert not world_is_taken()
 
 
-def test_the_store_of_one_host_is_not_there_for_others() -> None:
-    store = local_store()
-    local_store(store.port).set("word", "heard")
-    assert store.get("word") == b"heard"
-    listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
-    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]
+def test_ranks_that_never_met_can_meet_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tp_group, "_MEETING_SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match="Wait timeout"):
+        TPGroup.join(0, 2, torch.device("cpu"), "gloo", 0.1, str(tmp_path / "store"))
+    assert dist.distributed_c10d._world.group_count == 0  # groups are named by it, alike on all ranks
+    assert not world_is_taken()
 
 
 def share(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
@@ -217,7 +216,7 @@ def _on_gpu(rank: int, size: int, store: str, check: Callable[..., None], args: 
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", rank if apart else 0)
     torch.cuda.set_device(device)
-    tp = TPGroup.join(rank, size, device, "nccl" if apart else "gloo", 120.0, dist.FileStore(store, size))
+    tp = TPGroup.join(rank, size, device, "nccl" if apart else "gloo", 120.0, store)
     assert isinstance(tp.peers, PeerCollectives), tp.peers
     check(tp, *args)
     tp.leave()

@@ -231,6 +231,18 @@ def test_more_ranks_than_gpus_is_refused_before_any_process_starts(
         start(3, device="cuda")
 
 
+def test_a_fork_ends_nothing(start: Callable[..., LLM]) -> None:
+    llm = start(2)
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            llm.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert generate(llm)
+    llm.close()
+
+
 def test_garbage_collection_ends_the_ranks(start: Callable[..., LLM]) -> None:
     taken = [socket.create_server(("127.0.0.1", 0))]
     for port in (2333, 29500):  # what others use
