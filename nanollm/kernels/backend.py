@@ -34,7 +34,6 @@ except ImportError:  # Triton before 3.3
 # Triton compiles no variant for each alignment, in the middle of serving.
 __all__ = [
     "Gpu",
-    "arrival_counts",
     "gdc_launch_dependents",
     "gdc_wait",
     "gpu",
@@ -109,12 +108,6 @@ def overlap(device: torch.device) -> dict[str, bool]:
     if gpu(device).capability < (9, 0) or gdc_wait is None:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
-
-
-@functools.cache
-def arrival_counts(device: torch.device, size: int) -> Tensor:
-    """int32 zeros, which every launch leaves as zeros. One for all launches: they follow one another in one stream."""
-    return torch.zeros(size, dtype=torch.int32, device=device)
 
 
 def power_of_2(n: int) -> int:

@@ -29,14 +29,7 @@ from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import (
-    RowLogits,
-    as_float,
-    float_param,
-    has_rules,
-    int_param,
-    load_logits,
-)
+from nanollm.kernels.token_rules import RowLogits, as_float, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
@@ -121,12 +114,6 @@ def _number_of(key):
 def _key_up(x, cell):
     """The first multiple of cell that is no smaller than the key of x."""
     return (_key(x) + (cell - 1)) & -cell
-
-
-@triton.jit
-def _takes_a_pass(temperature, top_k, top_p, size):
-    """Whether a row may have to be read a second time."""
-    return (temperature > 0) & tl.where((top_k > 0) & (top_k < size), top_k > _FEW, top_p < 1)
 
 
 @triton.jit
@@ -303,7 +290,8 @@ def _threshold_kernel(
     logits, scratch, tiles = logits_SV + s * row_stride, scratch_SV + s * size, tiles_SN + s * ALL_TILES
     state = state_SW + s * STATE_SIZE
     if PIECES:
-        samples = _takes_a_pass(temperature, top_k, top_p, size)
+        # Whether the row may have to be read a second time.
+        samples = (temperature > 0) & tl.where((top_k > 0) & (top_k < size), top_k > _FEW, top_p < 1)
         all = tl.full((PIECES * _PIECE,), float("-inf"), tl.float32)
         some = tl.full((PIECES * _PIECE // _RATIO,), float("-inf"), tl.float32)
         num_finite = tl.full((), 0.0, tl.float32)
@@ -531,10 +519,7 @@ def _threshold_triton(
     passes = passes and size >= 2 * pieces * PIECE
     ints, parts = rows.state.params_RP.new_empty, -(-num_tiles // pass_tiles)
     limits = Limits(
-        max_SN.new_empty(num_rows),
-        ints(num_rows, STATE_WORDS),
-        ints(num_rows, BINS),
-        max_SN.new_empty(num_rows, parts),
+        max_SN.new_empty(num_rows), ints(num_rows, STATE_WORDS), ints(num_rows, BINS), max_SN.new_empty(num_rows, parts)
     )
     all_tiles = max(power_of_2(num_tiles), TILE)
     scratch_SV = rows.logits_SV if rows.scratch_SV is None else rows.scratch_SV

@@ -5,18 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, runs_triton, tl, triton
+from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, runs_triton, tl, triton
 from nanollm.kernels.token_rules import (
-    NO_PAIR,
     RowLogits,
     apply_rules,
     as_logits,
-    as_pairs,
     float_param,
     has_rules,
-    high_half,
-    in_pairs,
-    low_half,
     penalized,
     rules_of,
 )
@@ -27,6 +22,7 @@ TILE_SIZE = tl.constexpr(TILE)
 LARGEST = 3.4028234663852886e38  # float32
 LOG2_E = tl.constexpr(1.4426950408889634)
 _TEMPERATURE, _LARGEST = tl.constexpr(TEMPERATURE), tl.constexpr(LARGEST)
+_NO_PAIR = tl.constexpr(0xFF80FF80 - 2**32)  # two logits of -inf
 
 
 def in_tiles(x_SV: Tensor) -> Tensor:
@@ -61,6 +57,29 @@ def _store_stats(max_SN, mass_SN, at, mask, x, temperature):
         tl.store(mass_SN + at, tl.sum(weight, 1), mask=mask)
 
 
+def _in_pairs(logits_SV: Tensor) -> bool:
+    """Whether kernels may take two neighbours at once, as the GPU computes with bfloat16 (Hopper and later)."""
+    even = logits_SV.shape[1] % 2 == logits_SV.stride(0) % 2 == logits_SV.data_ptr() % 4 == 0
+    return even and logits_SV.dtype == torch.bfloat16 and gpu(logits_SV.device).capability >= (9, 0)
+
+
+@triton.jit
+def _as_pairs(logits):
+    """A pointer to pairs of bfloat16, each an int32."""
+    return logits.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def _low_half(pair):
+    """The first of two logits, float32."""
+    return (pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high_half(pair):
+    return (pair & -65536).to(tl.float32, bitcast=True)
+
+
 @triton.jit
 def _max_of_pairs(a, b):
     """The larger of two pairs of bfloat16, each in an int32; NaN only of two NaN."""
@@ -71,17 +90,17 @@ def _max_of_pairs(a, b):
 def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature):
     """The same of pairs [tiles, 4, 16]: four neighbouring threads share a tile, so that few numbers cross threads."""
     both = tl.reduce(tl.reduce(pair, 1, _max_of_pairs), 1, _max_of_pairs)
-    top = tl.maximum(tl.maximum(low_half(both), high_half(both)), float("-inf"))
+    top = tl.maximum(tl.maximum(_low_half(both), _high_half(both)), float("-inf"))
     tl.store(max_SN + at, top, mask=mask)
     if temperature > 0:
-        pair = _max_of_pairs(pair, NO_PAIR)
+        pair = _max_of_pairs(pair, _NO_PAIR)
         # x * scale - shift is rounded once, and by what the shift was rounded the sum is corrected. Numbers so large
         # that this is too much differ, if at all, so much that a smaller scale tells them apart as well.
         peak = clamped(top)
         scale = tl.minimum(LOG2_E / temperature, 2.0**28 / tl.maximum(tl.abs(peak), 1.0))
         shift = peak * scale
         by, less = scale.expand_dims(1).expand_dims(1), (-shift).expand_dims(1).expand_dims(1)
-        weight = tl.exp2(tl.fma(low_half(pair), by, less)) + tl.exp2(tl.fma(high_half(pair), by, less))
+        weight = tl.exp2(tl.fma(_low_half(pair), by, less)) + tl.exp2(tl.fma(_high_half(pair), by, less))
         mass = tl.sum(tl.sum(weight, 1), 1) * tl.exp2(tl.fma(peak, -scale, shift))
         tl.store(mass_SN + at, mass, mask=mask)
 
@@ -103,7 +122,7 @@ def _tile_stats_kernel(
     if PAIRS:
         quarter, pair = tl.arange(0, 4)[None, :, None], tl.arange(0, TILE_SIZE // 8)[None, None, :]
         column = tile[:, None, None] * (TILE_SIZE // 2) + (quarter * (TILE_SIZE // 8) + pair)
-        loaded = tl.load(as_pairs(logits) + column, mask=column < size // 2, other=NO_PAIR)
+        loaded = tl.load(_as_pairs(logits) + column, mask=column < size // 2, other=_NO_PAIR)
     else:
         column = tile[:, None] * TILE_SIZE + within
         loaded = tl.load(logits + column, mask=column < size, other=float("-inf"))
@@ -164,7 +183,7 @@ def _tile_stats_triton(
             state.masks_RW.stride(0),
             num_tiles,
             HAS_RULES=rows.has_rules,
-            PAIRS=in_pairs(rows.logits_SV),
+            PAIRS=_in_pairs(rows.logits_SV),
             TILES=tiles,
             RULED_TILES=min(ruled_tiles, tiles),
             num_warps=num_warps,

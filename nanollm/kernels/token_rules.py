@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanollm.kernels.backend import gpu, tl, triton
+from nanollm.kernels.backend import tl, triton
 from nanollm.sampling_params import (
     BAD_PREFIX,
     BANNED_SLOT,
@@ -40,7 +40,6 @@ _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
 _SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
 _NUM_SLOTS, _BANNED_SLOT, _HAS_MASK = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT), tl.constexpr(HAS_MASK)
 PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
-NO_PAIR = tl.constexpr(0xFF80FF80 - 2**32)  # two logits of -inf
 
 
 @dataclass
@@ -158,29 +157,6 @@ def as_float(x):
 def as_logits(x):
     """Logits as they came, float32; NaN as -inf."""
     return tl.maximum(as_float(x), float("-inf"))  # the instruction ignores NaN
-
-
-def in_pairs(logits_SV: Tensor) -> bool:
-    """Whether kernels may take two neighbours at once, as the GPU computes with bfloat16 (Hopper and later)."""
-    even = logits_SV.shape[1] % 2 == logits_SV.stride(0) % 2 == logits_SV.data_ptr() % 4 == 0
-    return even and logits_SV.dtype == torch.bfloat16 and gpu(logits_SV.device).capability >= (9, 0)
-
-
-@triton.jit
-def as_pairs(logits):
-    """A pointer to pairs of bfloat16, each an int32."""
-    return logits.to(tl.pointer_type(tl.int32), bitcast=True)
-
-
-@triton.jit
-def low_half(pair):
-    """The first of two logits, float32."""
-    return (pair << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high_half(pair):
-    return (pair & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

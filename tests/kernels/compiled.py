@@ -30,7 +30,6 @@ from nanollm.kernels import (
     split_matmul,
     threshold,
     tile_stats,
-    token_rules,
 )
 from nanollm.kernels.token_rules import RowLogits, SamplerState
 
@@ -56,7 +55,7 @@ class Driver:
 def compile_instead_of_launching(capability: int) -> None:
     triton.runtime.driver.set_active(Driver(capability))
     found = backend.Gpu("", divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
-    for module in (backend, all_reduce, decode_attention, prefill_attention, one_row_matmul, token_rules):
+    for module in (backend, all_reduce, decode_attention, prefill_attention, one_row_matmul, tile_stats):
         module.gpu = lambda device: found  # type: ignore[attr-defined]
     run = JITFunction.run
 
