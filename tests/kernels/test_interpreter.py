@@ -10,12 +10,13 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_kernels_under_the_interpreter() -> None:
+@pytest.mark.parametrize("selected", ["filters and not filters_of", "filters_of", "not filters"])  # all of them
+def test_kernels_under_the_interpreter(selected: str) -> None:
     """In a process of its own: Triton decides at import whether it interprets."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [*command, "tests/kernels/interpreted.py"],
+        [*command, "tests/kernels/interpreted.py", "-k", selected],
         cwd=root,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
