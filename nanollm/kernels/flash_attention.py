@@ -6,6 +6,7 @@ Each version has its own module, names and block sizes; here they get the signat
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def find_flash(
     reasons = []
     for version, module, name, settings in _KINDS if any_version else _KINDS[:1]:
         try:
-            flash = Flash(version, getattr(importlib.import_module(module), name), settings)
+            function = _without_custom_op(getattr(importlib.import_module(module), name))
+            flash = Flash(version, function, settings)
             _check(flash, num_heads, num_kv_heads, head_dim, block_size, dtype, device)
         except ModuleNotFoundError as error:
             # It is there, but something that it needs isn't.
@@ -128,6 +130,21 @@ def find_flash(
         else:
             return flash, "; ".join(reasons)
     return None, "; ".join(reasons) or "no version of FlashAttention is installed"
+
+
+def _without_custom_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of FlashAttention 3's function that calls what its custom operator of torch.library wraps.
+
+    The operator's first call imports torch.compile's machinery, which takes longer than all the rest of a start.
+    """
+    name = "_flash_attn_forward"
+    wrapped = getattr(getattr(function, "__globals__", {}).get(name), "_init_fn", None)
+    if wrapped is None or not isinstance(function, FunctionType):
+        return function
+    with_wrapped = function.__globals__ | {name: wrapped}
+    copy = FunctionType(function.__code__, with_wrapped, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _check(

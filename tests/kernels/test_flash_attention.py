@@ -3,8 +3,11 @@
 They need GPUs; here modules of their names compute by the definition from exactly the arguments that each one takes.
 """
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +94,35 @@ def test_every_version_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch, na
     flash.decode(q_TNH[:2], *given[1:4], lens_B, out=out)
     assert (out[0] == 7).all()  # nothing to decode: left as it is
     assert torch.equal(out[1], alone[1])
+
+
+WITH_CUSTOM_OP = """
+import torch
+from nanollm.kernels.prefill_attention import prefill_attention_reference
+
+@torch.library.custom_op("flash_attn_3::_flash_attn_forward", mutates_args=(), device_types="cpu")
+def _flash_attn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor:
+    return prefill_attention_reference(q, k, v, tables, starts, lens)
+
+def flash_attn_with_kvcache(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q=0, causal=False):
+    return _flash_attn_forward(q, k, v, page_table, cu_seqlens_q, cache_seqlens)
+"""
+FIND = """
+import sys, torch
+from nanollm.kernels.flash_attention import find_flash
+print(find_flash(6, 2, 32, 256, torch.float32, torch.device("cpu"))[0].version, "torch._dynamo" in sys.modules)
+import flash_attn_interface
+print(type(flash_attn_interface._flash_attn_forward).__name__)
+"""
+
+
+def test_version_3_starts_without_the_imports_of_torch_compile(tmp_path: Path) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text(WITH_CUSTOM_OP)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    found = subprocess.run([sys.executable, "-c", FIND], env=env, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["3", "False", "CustomOpDef"], found.stderr  # and what others use is as it was
 
 
 def test_where_none_was_measured_only_version_3_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
