@@ -245,9 +245,10 @@ def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
     for run in runs:
         label = f"{run['tp']:>4}{' (predicted)' if run.get('predicted') else ''}"
         for row, base in zip(run["rows"], first["rows"], strict=True):
+            communication = f"{row['communication']:15.1%}" if "communication" in row else ""
             print(
                 f"{label:16} TPOT, batch {row['batch']:<4} {row['tpot_ms']:9.3f} ms {row['tpot_achieved']:9.1%} "
-                f"{base['tpot_ms'] / row['tpot_ms']:9.2f} {row.get('communication', float('nan')):14.1%}"
+                f"{base['tpot_ms'] / row['tpot_ms']:9.2f}{communication}"
             )
         print(
             f"{label:16} prompt of {args.long_prompt_len:<6} {run['long_prompt_ms']:9.2f} ms "
