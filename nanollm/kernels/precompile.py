@@ -13,6 +13,8 @@ import torch
 from nanollm.kernels.backend import HAS_TRITON, triton
 
 _one_at_a_time = threading.Lock()
+_nothing_is_named = threading.Event()
+_nothing_is_named.set()
 
 
 @triton.jit
@@ -44,6 +46,7 @@ class _Loader:
 
     def submit(self, compile_variant: Callable[[], Any]) -> Future[Any]:
         def load() -> Any:
+            _nothing_is_named.wait()
             kernel = compile_variant()
             kernel.run  # noqa: B018 - a property, which builds what launches it with the C compiler and loads both
             return kernel
@@ -78,7 +81,8 @@ def compiling_in_parallel(device: torch.device, num_ranks: int) -> Iterator[None
 def launching_nothing() -> Iterator[None]:
     """Inside, this thread's launches of Triton kernels compile the variant and run nothing: outputs are what they were.
 
-    So a step can be gone through before there is anything to compute with.
+    So a step can be gone through before there is anything to compute with. Other threads compile from the end on: they
+    would have the interpreter most of the time, so that the last variants, which are as slow, were named late.
     """
     caller = threading.get_ident()
     with _one_at_a_time:
@@ -87,12 +91,14 @@ def launching_nothing() -> Iterator[None]:
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             warmup = warmup or threading.get_ident() == caller
             kernel = run(self, *args, grid=grid, warmup=warmup, **options)
-            if hasattr(kernel, "future") and kernel.future.done():
-                kernel.result(ignore_errors=True)  # it is compiled already: the next launch finds it sooner
+            if hasattr(kernel, "finalize_compile"):
+                kernel.finalize_compile(kernel)  # as known as if it were compiled: naming takes longer than looking up
             return kernel
 
         triton.JITFunction.run = compile_only
+        _nothing_is_named.clear()
         try:
             yield
         finally:
+            _nothing_is_named.set()
             triton.JITFunction.run = run

@@ -1,6 +1,7 @@
 """Qwen3 (Qwen Team, 2025): the whole model, at any tensor-parallel degree."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,17 @@ class Qwen3ForCausalLM(nn.Module):
         """What the LM head reads, at the tokens whose logits are wanted."""
         hidden = self.model(batch, self.rope_PH)
         return hidden if batch.logit_rows_L is None else hidden.rows(batch.logit_rows_L)
+
+    @contextmanager
+    def two_layers(self) -> Iterator[None]:
+        """Inside, the model ends after its second layer, and launches all the kinds of kernels that it ever does: the
+        first layer has nothing before it to add up; the others are as the second."""
+        layers = self.model.layers
+        self.model.layers = layers[:2]
+        try:
+            yield
+        finally:
+            self.model.layers = layers
 
     def tensor_parts(self) -> list[TensorPart]:
         """What to load: every part of every parameter of this rank."""

@@ -37,15 +37,19 @@ def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     """Capture what is launched inside. pool: of torch.cuda.graph_pool_handle().
 
     torch.cuda.graph would empty PyTorch's cache of memory each time, which takes longer than to capture a small step:
-    empty it once, before the first.
+    empty it once, before the first. And torch.cuda.stream asks the driver each time whether there is a GPU.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
+    outside = torch.cuda.current_stream(device)
+    torch.cuda.set_stream(_capture_stream(device))
+    try:
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             yield graph
         finally:
             graph.capture_end()
+    finally:
+        torch.cuda.set_stream(outside)
 
 
 @dataclass
@@ -156,15 +160,20 @@ class DecodeSteps:
         start = time.monotonic()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
-        for size in sorted(sizes, reverse=True):
-            self._words.fill_(-1)  # every row padding
-            self._words[:, COMPUTED] = 0
-            self._forward(size)  # sets libraries up, which capture can't
+        self._words.fill_(-1)  # every row padding
+        self._words[:, COMPUTED] = 0
+        sizes = sorted(sizes, reverse=True)
+        kinds = list(Filters) if self._sampler.tp.size == 1 else [Filters.NONE]
+        with self._model.two_layers():  # set libraries up, which capture can't
+            for size in sizes:
+                self._forward(size)
+        for filters in kinds:
+            self._sample(self._logits_r[: sizes[0]], filters)
+        for size in sizes:
             with capturing(self._pool) as forward:
                 self._forward(size)
             graphs = _Graphs(forward, {})
-            for filters in Filters if self._sampler.tp.size == 1 else (Filters.NONE,):
-                self._sample(self._logits_r[:size], filters)
+            for filters in kinds:
                 with capturing(self._pool) as sampling:
                     ids_B, _ = self._sample(self._logits_r[:size], filters)
                 graphs.samples[filters] = sampling, ids_B

@@ -175,15 +175,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _compile(self, largest: StepPlan) -> None:
         """Go through every kind of step without computing it, so that its kernels compile while the weights load."""
-        decoder = self.model.model
-        layers = decoder.layers
-        decoder.layers = layers[:2]  # the first one has nothing before it to add up; the others are as the second
-        try:
-            with launching_nothing():
-                self.mixed.launch_all(largest)
-                self.decode.launch_all()
-        finally:
-            decoder.layers = layers
+        with self.model.two_layers(), launching_nothing():
+            self.mixed.launch_all(largest)
+            self.decode.launch_all()
 
     def _largest_step(self) -> tuple[StepPlan, Tensor]:
         """The largest step there can be, and a cache that holds just that, for as long as there is no other."""
