@@ -13,8 +13,6 @@ import torch
 from nanollm.kernels.backend import HAS_TRITON, triton
 
 _one_at_a_time = threading.Lock()
-_nothing_is_named = threading.Event()
-_nothing_is_named.set()
 
 
 @triton.jit
@@ -46,7 +44,6 @@ class _Loader:
 
     def submit(self, compile_variant: Callable[[], Any]) -> Future[Any]:
         def load() -> Any:
-            _nothing_is_named.wait()
             kernel = compile_variant()
             kernel.run  # noqa: B018 - a property, which builds what launches it with the C compiler and loads both
             return kernel
@@ -81,8 +78,7 @@ def compiling_in_parallel(device: torch.device, num_ranks: int) -> Iterator[None
 def launching_nothing() -> Iterator[None]:
     """Inside, this thread's launches of Triton kernels compile the variant and run nothing: outputs are what they were.
 
-    So a step can be gone through before there is anything to compute with. Other threads compile from the end on: they
-    would have the interpreter most of the time, so that the last variants, which are as slow, were named late.
+    So a step can be gone through before there is anything to compute with.
     """
     caller = threading.get_ident()
     with _one_at_a_time:
@@ -96,9 +92,7 @@ def launching_nothing() -> Iterator[None]:
             return kernel
 
         triton.JITFunction.run = compile_only
-        _nothing_is_named.clear()
         try:
             yield
         finally:
-            _nothing_is_named.set()
             triton.JITFunction.run = run
