@@ -62,16 +62,20 @@ def compiling_in_parallel(device: torch.device, num_ranks: int) -> Iterator[None
         yield
         return
     num_threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    with (
-        ThreadPoolExecutor(num_threads, "nanollm-compile", torch.cuda.set_device, (device,)) as pool,
-        triton.AsyncCompileMode(_Loader(pool), ignore_errors=True) as compiling,
-    ):
+    with ThreadPoolExecutor(num_threads, "nanollm-compile", torch.cuda.set_device, (device,)) as pool:
+        compiling = triton.AsyncCompileMode(_Loader(pool), ignore_errors=True)
         try:
-            yield
-            wait(compiling.raw_futures)
-        except BaseException:  # Ctrl-C too: the mode must not outlive the pool
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            with compiling:
+                try:
+                    yield
+                    wait(compiling.raw_futures)
+                except BaseException:  # Ctrl-C too: the mode must not outlive the pool
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        finally:
+            for kernel in compiling.future_kernels.values():
+                if kernel.kernel is None:
+                    kernel.finalize_compile(None)  # as unknown as before
 
 
 @contextmanager

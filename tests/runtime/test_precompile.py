@@ -8,18 +8,54 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton", minversion="3.5")
+NOT_COMPILED = """
+import json, threading
+from contextlib import suppress
+import torch, triton
+from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
+from nanollm.kernels.rms_norm import rms_norm
+from tests.runtime import precompile_program as program
 
-def test_steps_launch_nothing_that_start_up_did_not_compile(tmp_path: Path) -> None:
-    pytest.importorskip("triton", minversion="3.5")
+def compile_late(src, **options):
+    if threading.current_thread() is not threading.main_thread():
+        raise OSError("no space left on device")
+    return program.Kernel(src, **options)
+
+program.pretend()
+triton.compiler.compile = compile_late
+x = torch.ones(2, 64, dtype=torch.bfloat16)
+for error in ([], [KeyError]):
+    with suppress(KeyError), compiling_in_parallel(torch.device("cuda", 0), 1):
+        with launching_nothing():
+            rms_norm(x, x[0], 1e-6)
+        for one in error:
+            raise one
+    rms_norm(x, x[0], 1e-6)
+    x = torch.ones(2, 128, dtype=torch.bfloat16)
+print(json.dumps([program.early, program.late, program.launched]))
+"""
+
+
+def run(cache: Path, *program: str) -> list[list[str]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.precompile_program"],
+    process = subprocess.run(
+        [sys.executable, *program],
         cwd=Path(__file__).parents[2],
-        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=env | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0, run.stderr[-5_000:]
-    compiled, launched_meanwhile, compiled_late, launched = json.loads(run.stdout)
+    assert process.returncode == 0, process.stderr[-5_000:]
+    return json.loads(process.stdout)
+
+
+def test_what_was_not_compiled_in_parallel_is_when_it_is_launched(tmp_path: Path) -> None:
+    once_each = ["_rms_norm_kernel"] * 2
+    assert run(tmp_path, "-c", NOT_COMPILED) == [[], once_each, once_each]
+
+
+def test_steps_launch_nothing_that_start_up_did_not_compile(tmp_path: Path) -> None:
+    compiled, launched_meanwhile, compiled_late, launched = run(tmp_path, "-m", "tests.runtime.precompile_program")
     assert launched_meanwhile == compiled_late == []
     assert set(compiled) == set(launched) != set()
