@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.backend import runs_triton
 from nanollm.kernels.one_row_matmul import one_row_matmul, suits_one_row
 from nanollm.kernels.silu_mul import silu_mul
 from nanollm.kernels.split_matmul import Tiles, split_matmul, tiles_for
@@ -121,7 +122,7 @@ class RowParallelLinear(LinearBase):
             return Hidden(residual_TD, one_row_matmul(x_r, self.weight))
         if tiles := self.tiles(len(x_r)):
             return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))
-        if self.tp.size == 1 and self.bias is None and x_r.is_cuda:  # the matmul adds to what is there at no cost
+        if self.tp.size == 1 and self.bias is None and runs_triton(x_r):  # the matmul adds to what is there at no cost
             return Hidden(residual_TD.addmm_(x_r, self.weight.t()), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))
 

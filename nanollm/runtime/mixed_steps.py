@@ -102,7 +102,8 @@ class MixedSteps:
         size = 1 if largest.num_tokens > self._max_padded else padded_length(1)
         while padded_length(size) <= self._max_padded:
             num_rows = min(self._max_rows, size)
-            self._forward_nothing(StepShape(padded_length(size), num_rows, num_rows, 2 * self._max_rows))
+            hidden = self._forward_nothing(StepShape(padded_length(size), num_rows, num_rows, 2 * self._max_rows))
+            self._model.lm_head(hidden.rows(slice(1)))
             size *= 2
 
     def capture_largest(self) -> None:
@@ -156,10 +157,10 @@ class MixedSteps:
             hidden = replace(hidden, residual_TD=kept[0], pending_TD=kept[1])
         self._graphs[shape] = graph, hidden
 
-    def _forward_nothing(self, shape: StepShape) -> None:
+    def _forward_nothing(self, shape: StepShape) -> Hidden:
         """A step of padding."""
         packed = self._rows.pack(StepPlan.empty(0), shape)
-        self._forward(self._packed[: len(packed)].copy_(self._rows.to_device(packed)), shape)
+        return self._forward(self._packed[: len(packed)].copy_(self._rows.to_device(packed)), shape)
 
     def _forward(self, packed: Tensor, shape: StepShape) -> Hidden:
         return self._model.hidden(self._rows.unpack(packed, shape))
