@@ -351,15 +351,19 @@ def draw(path: Path, results: list[dict[str, Any]], title: str) -> None:
     import matplotlib.pyplot as plt
 
     measured = [result for result in results if "error" not in result]
-    groups = ["W", *(f"TPOT, batch {batch}" for batch in results[0]["tpot_ms"])]
+    groups = ["W, tokens/s", *(f"TPOT, batch {batch}, ms" for batch in results[0]["tpot_ms"])]
     width = 0.8 / len(measured)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for i, result in enumerate(measured):
         speeds = [1 / gain for gain in gains(result, results[0])]
-        axes.bar([group + i * width for group in range(len(groups))], speeds, width, label=result["engine"])
+        name = f"{result['engine']} {result['version']}"
+        bars = axes.bar([group + i * width for group in range(len(groups))], speeds, width, label=name)
+        values = [f"{result['tokens_per_second']:,.0f}", *(f"{ms:.3g}" for ms in result["tpot_ms"].values())]
+        axes.bar_label(bars, values)
     axes.set_xticks([group + 0.4 - width / 2 for group in range(len(groups))], groups)
     axes.set(ylabel="speed, nanollm = 1", title=title)
-    axes.legend()
+    axes.margins(y=0.1)
+    figure.legend(loc="outside lower center", ncols=len(measured))
     figure.savefig(path, dpi=120)
 
 
