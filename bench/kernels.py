@@ -423,15 +423,15 @@ def sampling_variants() -> Iterator[Case]:
     calls |= {f"draw w{w}": inputs.ours(drawing={"num_warps": w}) for w in (4, 16)}
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
-        inputs_ = Sampling(256, name)
+        filtered = Sampling(256, name)
         calls = {
-            f"pass w{w} s{n}": inputs_.ours(filters={"pass_warps": w, "pass_step": n})
+            f"pass w{w} s{n}": filtered.ours(filters={"pass_warps": w, "pass_step": n})
             for w, n in ((1, 2), (2, 4), (4, 8))
         }
-        calls |= {f"sample {n}": inputs_.ours(filters={"pieces": n}) for n in (256, 1024)}
-        calls |= {f"threshold w{w}": inputs_.ours(filters={"num_warps": w}) for w in (8, 32)}
-        calls |= {f"draw w{w}": inputs_.ours(drawing={"num_warps": w}) for w in (4, 16)}
-        yield inputs_.case(calls | {"default": inputs_.ours()})
+        calls |= {f"sample {n}": filtered.ours(filters={"pieces": n}) for n in (256, 1024)}
+        calls |= {f"threshold w{w}": filtered.ours(filters={"num_warps": w}) for w in (8, 32)}
+        calls |= {f"draw w{w}": filtered.ours(drawing={"num_warps": w}) for w in (4, 16)}
+        yield filtered.case(calls | {"default": filtered.ours()})
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {

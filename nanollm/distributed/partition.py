@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-VOCAB_TILE = 128  # vocabulary shards are whole tiles of ids
+from nanollm.kernels.tile_stats import TILE
 
 
 def even_split(n: int, parts: int, unit: int = 1) -> list[range]:
@@ -32,7 +32,7 @@ def mlp_split(intermediate_size: int, tp: int) -> list[range]:
 
 def vocab_shard_size(vocab_size: int, tp: int) -> int:
     """Rows of the vocabulary on each rank, the last ones padding: whole tiles, the same on every rank."""
-    return -(-vocab_size // (tp * VOCAB_TILE)) * VOCAB_TILE
+    return -(-vocab_size // (tp * TILE)) * TILE
 
 
 @dataclass(frozen=True)

@@ -137,15 +137,6 @@ class TPGroup:
         self._finish(dist.all_gather(parts, x.contiguous(), group=self._group, async_op=self.is_gloo))
         return torch.stack(parts)
 
-    def gather(self, x: Tensor) -> Tensor | None:
-        """Stack every rank's x on rank 0, [size, *x.shape]; None on the others."""
-        if self.size == 1:
-            return x[None]
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        received = parts if self.rank == 0 else None
-        self._finish(dist.gather(x.contiguous(), received, group=self._group, group_dst=0, async_op=self.is_gloo))
-        return torch.stack(parts) if self.rank == 0 else None
-
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; overwrites x."""
         if self.size > 1:

@@ -229,9 +229,7 @@ def _one_shot_kernel(
             if peer == rank:
                 bits = own
             else:
-                bits = _receive(
-                    mine + buffer + peer * slot, start + column, inside, base[SIZE], LANE, SENTINEL
-                )  # fmt: skip
+                bits = _receive(mine + buffer + peer * slot, start + column, inside, base[SIZE], LANE, SENTINEL)
             total += bits.to(dtype, bitcast=True).to(tl.float32)
         _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 
@@ -315,9 +313,7 @@ def _two_shot_kernel(
             if (owner != rank) & (row < num_rows):
                 start = row * stride
                 residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)
-                bits = _receive(
-                    mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL
-                )  # fmt: skip
+                bits = _receive(mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL)
                 total = bits.to(dtype, bitcast=True).to(tl.float32)
                 _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 

@@ -1,4 +1,8 @@
-"""Triton where it is installed, and what a launch must know about the GPU. Kernel files import both from here."""
+"""Triton where it is installed, and what a launch must know about the GPU. Kernel files import both from here.
+
+Steps slice the lengths and tables of their rows anywhere: kernels that read them one by one are marked
+do_not_specialize_on_alignment, so that Triton compiles no variant for each alignment, in the middle of serving.
+"""
 
 import functools
 import json
@@ -30,21 +34,7 @@ try:
 except ImportError:  # Triton before 3.3
     gdc_launch_dependents = gdc_wait = None
 
-# Steps slice the lengths and tables of their rows anywhere: kernels that read them one by one are marked so that
-# Triton compiles no variant for each alignment, in the middle of serving.
-__all__ = [
-    "Gpu",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "gpu",
-    "measured_cuts",
-    "overlap",
-    "power_of_2",
-    "runs_triton",
-    "table_path",
-    "tl",
-    "triton",
-]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "tl", "triton"]
 
 
 def runs_triton(x: Tensor) -> bool:

@@ -135,13 +135,12 @@ def find_flash(
 def _without_custom_op(function: Callable[..., Any]) -> Callable[..., Any]:
     """A copy of FlashAttention 3's function that calls what its custom operator of torch.library wraps.
 
-    The operator's first call imports torch.compile's machinery, which takes longer than all the rest of a start.
+    The operator's first call imports torch.compile's machinery, which takes seconds.
     """
     name = "_flash_attn_forward"
-    wrapped = getattr(getattr(function, "__globals__", {}).get(name), "_init_fn", None)
-    if wrapped is None or not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or not hasattr(function.__globals__.get(name), "_init_fn"):
         return function
-    with_wrapped = function.__globals__ | {name: wrapped}
+    with_wrapped = function.__globals__ | {name: function.__globals__[name]._init_fn}
     copy = FunctionType(function.__code__, with_wrapped, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -75,7 +75,7 @@ def compiling_in_parallel(device: torch.device, num_ranks: int) -> Iterator[None
         finally:
             for kernel in compiling.future_kernels.values():
                 if kernel.kernel is None:
-                    kernel.finalize_compile(None)  # as unknown as before
+                    kernel.finalize_compile(None)  # unknown again: whoever launches it compiles it
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def launching_nothing() -> Iterator[None]:
             warmup = warmup or threading.get_ident() == caller
             kernel = run(self, *args, grid=grid, warmup=warmup, **options)
             if hasattr(kernel, "finalize_compile"):
-                kernel.finalize_compile(kernel)  # as known as if it were compiled: naming takes longer than looking up
+                kernel.finalize_compile(kernel)  # known from now on: to find it is quicker than to name it again
             return kernel
 
         triton.JITFunction.run = compile_only

@@ -298,9 +298,9 @@ def prefill_attention(
 
     Each sees its own token and those before it. Returns [T, N, H].
 
-    k_cache, v_cache: contiguous [blocks, block_size, K, H]; block_size a
-    power of two; H up to 256. block_tables_BM, query_starts_B1, context_lens_B: int32. Rows may have no queries; what
-    tokens of no row get is undefined. Softmax scale: H ** -0.5. Launches depend on the numbers of tokens and rows only.
+    k_cache, v_cache: contiguous [blocks, block_size, K, H]; block_size a power of two; H up to 256. block_tables_BM,
+    query_starts_B1, context_lens_B: int32. Rows may have no queries; what tokens of no row get is undefined. Softmax
+    scale: H ** -0.5. Launches depend on the numbers of tokens and rows only.
     Floor on a GPU: 4 * H operations for each query head and visible token.
     """
     if not runs_triton(q_TNH):

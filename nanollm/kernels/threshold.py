@@ -227,9 +227,7 @@ def _sum_fours(x):
 
 
 @triton.jit
-def _sums_from(
-    a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr
-):  # fmt: skip
+def _sums_from(a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr):
     """What all logits of the wanted tiles weigh that are at least a, b and c, which ascend."""
     from_a = tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     from_b, from_c = from_a, from_a
@@ -389,9 +387,7 @@ def _count(bins, bin, num_bins, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pass_over(
-    x, source, column, size, bins, from_key, to_key, peak, scale, TILES: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
+def _pass_over(x, source, column, size, bins, from_key, to_key, peak, scale, TILES: tl.constexpr, STEP: tl.constexpr):
     """Counts what is in the bracket, of x and what follows it in memory, TILES in all; returns what is above weighs.
 
     x may be NaN, which is not above anything, nor in any bin."""

@@ -110,9 +110,8 @@ class RowLogits:
             return self
         x_SV = self.logits_SV.float()
         x_SV = x_SV.where(x_SV == x_SV, float("-inf"))
-        if has_rules := (self.ints(RULES) != 0).nonzero()[:, 0].tolist():
-            for s in has_rules:
-                x_SV[s] = self._apply_rules(x_SV[s], s)
+        for s in self.ints(RULES).nonzero()[:, 0].tolist():
+            x_SV[s] = self._apply_rules(x_SV[s], s)
         return replace(self, logits_SV=x_SV, has_rules=False)
 
     def _apply_rules(self, x_V: Tensor, s: int) -> Tensor:

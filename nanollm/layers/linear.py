@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.backend import runs_triton
 from nanollm.kernels.one_row_matmul import one_row_matmul, suits_one_row
 from nanollm.kernels.silu_mul import silu_mul
 from nanollm.kernels.split_matmul import Tiles, split_matmul, tiles_for
@@ -46,11 +45,11 @@ class ColumnParallelLinear(LinearBase):
         self.outputs = list(outputs)
         super().__init__(size_in, sum(len(kept) for _, _, kept in outputs), bias, tp)
 
-    def forward(self, hidden: Hidden) -> tuple[Tensor, Tensor]:
-        """Returns (y_r, residual_TD): this rank's output features, and the residual stream for the layer after."""
-        return self._forward(hidden, gated=False)
+    def forward(self, hidden: Hidden, *, gated: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns (y_r, residual_TD): this rank's output features, and the residual stream for the layer after.
 
-    def _forward(self, hidden: Hidden, *, gated: bool) -> tuple[Tensor, Tensor]:
+        gated: of two projections gate and up, y_r is SiLU(gate) * up, [T, out_r / 2].
+        """
         x_TD, norm_D = hidden.residual_TD, hidden.norm_weight_D
         if x_TD is not None and hidden.pending_TD is None and self.suits_one_row(len(x_TD)):
             return one_row_matmul(x_TD, self.weight, norm_D, hidden.norm_eps, gated=gated), x_TD
@@ -84,10 +83,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     ) -> None:
         super().__init__(size_in, [(name, size, split[tp.rank]) for name in names], bias, tp)
 
-    def forward(self, hidden: Hidden, *, gated: bool = False) -> tuple[Tensor, Tensor]:
-        """As above; gated, of two projections gate and up, returns (SiLU(gate) * up [T, size_r], residual_TD)."""
-        return self._forward(hidden, gated=gated)
-
 
 class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections in one matmul, split by heads; output [T, (N_r + 2 K_r) * H]."""
@@ -106,7 +101,7 @@ class RowParallelLinear(LinearBase):
     """y = x W^T, W split by input features: each rank holds [out, in_r] and gets a partial sum of y.
 
     The sum over ranks is left pending in the returned Hidden, so that whoever reads it can fuse the all-reduce with
-    what it does next. A bias is added on rank 0 only, so once. On one GPU the residual is updated in place.
+    what it does next. A bias is added on rank 0 only, so once. On one rank the residual is updated in place.
     kept: this rank's range of the `size_in` input features.
     """
 
@@ -122,7 +117,7 @@ class RowParallelLinear(LinearBase):
             return Hidden(residual_TD, one_row_matmul(x_r, self.weight))
         if tiles := self.tiles(len(x_r)):
             return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))
-        if self.tp.size == 1 and self.bias is None and runs_triton(x_r):  # the matmul adds to what is there at no cost
+        if self.tp.size == 1 and self.bias is None:  # the matmul adds to what is there at no cost
             return Hidden(residual_TD.addmm_(x_r, self.weight.t()), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))
 

@@ -81,8 +81,8 @@ class Qwen3ForCausalLM(nn.Module):
 
     @contextmanager
     def two_layers(self) -> Iterator[None]:
-        """Inside, the model ends after its second layer, and launches all the kinds of kernels that it ever does: the
-        first layer has nothing before it to add up; the others are as the second."""
+        """Inside, the model ends after its second layer, and still launches every kind of kernel that it has: the first
+        layer has no residual to add to, the others are as the second. Override this if they aren't."""
         layers = self.model.layers
         self.model.layers = layers[:2]
         try:

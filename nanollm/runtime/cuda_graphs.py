@@ -37,10 +37,11 @@ def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     """Capture what is launched inside. pool: of torch.cuda.graph_pool_handle().
 
     torch.cuda.graph would empty PyTorch's cache of memory each time, which takes longer than to capture a small step:
-    empty it once, before the first. And torch.cuda.stream asks the driver each time whether there is a GPU.
+    empty it once, before the first.
     """
     graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
     outside = torch.cuda.current_stream(device)
+    # Not by torch.cuda.stream, which asks the driver each time whether there is a GPU.
     torch.cuda.set_stream(_capture_stream(device))
     try:
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -115,9 +116,8 @@ class DecodeSteps:
         words_BW[:, (HOST_TOKEN, NEW_BLOCK)] = -1
         if len(plan.host_tokens):
             words_BW[:num_rows, HOST_TOKEN][plan.on_device_B == 0] = plan.host_tokens
-        if len(
-            plan.params_rows
-        ):  # new rows, of one-token prompts: rare, and their tables start with any number of blocks
+        if len(plan.params_rows):
+            # New rows, of one-token prompts: rare, and their tables start with any number of blocks.
             self._rows.start(plan)
         elif len(plan.append_blocks):
             # The rows' order in the plan is that of its appends, and each is one block.
@@ -163,17 +163,18 @@ class DecodeSteps:
         self._words.fill_(-1)  # every row padding
         self._words[:, COMPUTED] = 0
         sizes = sorted(sizes, reverse=True)
-        kinds = list(Filters) if self._sampler.tp.size == 1 else [Filters.NONE]
-        with self._model.two_layers():  # set libraries up, which capture can't
+        captured = list(Filters) if self._sampler.tp.size == 1 else [Filters.NONE]
+        # All runs once before: that sets libraries up, which capture can't. Sampling has none that depend on the size.
+        with self._model.two_layers():
             for size in sizes:
                 self._forward(size)
-        for filters in kinds:
+        for filters in captured:
             self._sample(self._logits_r[: sizes[0]], filters)
         for size in sizes:
             with capturing(self._pool) as forward:
                 self._forward(size)
             graphs = _Graphs(forward, {})
-            for filters in kinds:
+            for filters in captured:
                 with capturing(self._pool) as sampling:
                     ids_B, _ = self._sample(self._logits_r[:size], filters)
                 graphs.samples[filters] = sampling, ids_B

@@ -109,6 +109,7 @@ def _flash_attn_forward(
 def flash_attn_with_kvcache(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q=0, causal=False):
     return _flash_attn_forward(q, k, v, page_table, cu_seqlens_q, cache_seqlens)
 """
+
 FIND = """
 import sys, torch
 from nanollm.kernels.flash_attention import find_flash
@@ -120,8 +121,13 @@ print(type(flash_attn_interface._flash_attn_forward).__name__)
 
 def test_version_3_starts_without_the_imports_of_torch_compile(tmp_path: Path) -> None:
     (tmp_path / "flash_attn_interface.py").write_text(WITH_CUSTOM_OP)
-    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    found = subprocess.run([sys.executable, "-c", FIND], env=env, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", FIND],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
     assert found.stdout.split() == ["3", "False", "CustomOpDef"], found.stderr  # and what others use is as it was
 
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("selected", ["filters and not filters_of", "filters_of", "not filters"])  # all of them
+@pytest.mark.parametrize("selected", ["filters and not filters_of", "filters_of", "not filters"])  # together every test
 def test_kernels_under_the_interpreter(selected: str) -> None:
     """In a process of its own: Triton decides at import whether it interprets."""
     root = Path(__file__).parents[2]
