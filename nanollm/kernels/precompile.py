@@ -1,6 +1,7 @@
 """Kernels compiled before they are needed, all at once. Triton alone compiles what is launched, one after another."""
 # mypy: allow-untyped-defs
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ import torch
 from nanollm.kernels.backend import HAS_TRITON, triton
 
 _one_at_a_time = threading.Lock()
+_COMPILES_ASIDE = (
+    hasattr(triton, "AsyncCompileMode") and "ignore_errors" in inspect.signature(triton.AsyncCompileMode).parameters
+)
 
 
 @triton.jit
@@ -56,9 +60,9 @@ def compiling_in_parallel(device: torch.device, num_ranks: int) -> Iterator[None
     """What this thread launches for the first time compiles in others; the end waits until all is compiled and loaded.
 
     num_ranks: how many share this host's cores. A variant that fails to compile says so when it is really launched.
-    Does nothing without a GPU, or with a Triton that can't (before 3.5).
+    Does nothing without a GPU, or with a Triton that can't (before 3.6).
     """
-    if device.type != "cuda" or not HAS_TRITON or not hasattr(triton, "AsyncCompileMode"):
+    if device.type != "cuda" or not _COMPILES_ASIDE:
         yield
         return
     num_threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
@@ -69,8 +73,10 @@ def compiling_in_parallel(device: torch.device, num_ranks: int) -> Iterator[None
                 try:
                     yield
                     wait(compiling.raw_futures)
-                except BaseException:  # Ctrl-C too: the mode must not outlive the pool
-                    pool.shutdown(wait=False, cancel_futures=True)
+                except BaseException:  # Ctrl-C too: what nobody works on yet is left, and nobody waits for it
+                    for future in compiling.raw_futures:
+                        future.cancel()
+                    compiling.raw_futures.clear()
                     raise
         finally:
             for kernel in compiling.future_kernels.values():

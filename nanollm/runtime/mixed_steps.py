@@ -31,7 +31,7 @@ def longest_padded(layer_weights: int, max_num_batched_tokens: int) -> int:
     A layer's launches take a CPU about 0.4 ms, in which a GPU multiplies 0.15e12 numbers.
     layer_weights: how many weights of a layer this rank has.
     """
-    return min(max(_MIN_PADDED, 150_000_000_000 // layer_weights), max_num_batched_tokens)
+    return min(max(_MIN_PADDED, 150_000_000_000 // layer_weights), padded_length(max_num_batched_tokens))
 
 
 class MixedSteps:
@@ -94,17 +94,18 @@ class MixedSteps:
         return ids_S, logprobs, self._model.lm_head.gather(others_r[raw]) if len(raw) else None
 
     def launch_all(self, largest: StepPlan) -> None:
-        """Launch every kernel that steps may need: the largest one's, and those of each power of two."""
+        """Launch every kernel that steps may need: the largest one's, those of each power of two, a long prompt's."""
         logits_r, sample = self.forward(largest)
         sample(logits_r)
         self._seen.clear()
         # Padded steps have as many rows as tokens, if there may be so many; longer ones have those that they have.
-        size = 1 if largest.num_tokens > self._max_padded else padded_length(1)
+        size = 1 if padded_length(largest.num_tokens) > self._max_padded else padded_length(1)
         while padded_length(size) <= self._max_padded:
             num_rows = min(self._max_rows, size)
             hidden = self._forward_nothing(StepShape(padded_length(size), num_rows, num_rows, 2 * self._max_rows))
             self._model.lm_head(hidden.rows(slice(1)))  # whose norm is the same kernel for any number of rows
             size *= 2
+        self._forward_nothing(StepShape(self._max_padded, 1, 0, 2 * self._max_rows))
 
     def capture_largest(self) -> None:
         """Capture the longest padded step, to see what memory graphs take."""

@@ -183,22 +183,25 @@ class ModelRunner:
         """The largest step there can be, and a cache that holds just that, for as long as there is no other."""
         config = self._config
         length = min(config.max_num_batched_tokens, self.max_model_len)
-        num_rows = min(max(config.max_num_batched_tokens // length, 1), config.num_rows)
-        num_blocks = -(-length // self.block_size)
-        cache = allocate_kv_cache(num_blocks, self.block_size, self.model_config, self.heads, self.dtype, self.device)
-        rows, zeros = np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.int32)
-        logit_rows = np.arange(min(config.max_num_seqs, num_rows * length), dtype=np.int32)
+        ends = np.arange(length, config.max_num_batched_tokens + length, length).clip(max=config.max_num_batched_tokens)
+        counts = np.diff(ends[: config.num_rows], prepend=0).astype(np.int32)
+        num_blocks = -(-counts // self.block_size)
+        cache = allocate_kv_cache(
+            int(num_blocks[0]), self.block_size, self.model_config, self.heads, self.dtype, self.device
+        )
+        rows, zeros = np.arange(len(counts), dtype=np.int32), np.zeros_like(counts)
+        logit_rows = np.arange(min(config.max_num_seqs, counts.sum()), dtype=np.int32)
         plan = replace(
             StepPlan.empty(0),
             row_ids_B=rows,
-            num_new_B=zeros + length,
+            num_new_B=counts,
             num_computed_B=zeros,
             on_device_B=zeros,
-            host_tokens=np.zeros(num_rows * length, np.int32),
+            host_tokens=np.zeros(counts.sum(), np.int32),
             append_rows=rows,
             append_starts=zeros,
-            append_counts=zeros + num_blocks,
-            append_blocks=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
+            append_counts=num_blocks,
+            append_blocks=np.concatenate([np.arange(n, dtype=np.int32) for n in num_blocks]),
             logit_rows_L=logit_rows,
             sampled_rows_S=np.resize(rows, len(logit_rows)),
         )

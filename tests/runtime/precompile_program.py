@@ -1,6 +1,7 @@
 """Goes through a start-up on the CPU as if there were an H200, with a compiler that only says what it should compile.
 
-Prints lists of kernel names: compiled in parallel, and launched meanwhile; then of steps that follow, the same two.
+Arguments: max_num_seqs, max_num_batched_tokens, block_size, weights of a layer. Prints lists of kernel names: compiled
+in parallel, and launched meanwhile; then of steps that follow, the same two.
 """
 
 import json
@@ -21,7 +22,7 @@ from nanollm.layers.attention import Attention, bind_kv_cache, use_attention_bac
 from nanollm.layers.sampler import Filters
 from nanollm.models.source import resolve_model
 from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
-from nanollm.runtime.mixed_steps import MixedSteps
+from nanollm.runtime.mixed_steps import MixedSteps, longest_padded
 from nanollm.runtime.model_runner import ModelRunner
 from nanollm.runtime.step_plan import EMPTY, StepPlan
 from tests.kernels.compiled import Driver
@@ -61,6 +62,11 @@ def pretend() -> None:
             ):
                 if hasattr(module, patched):
                     setattr(module, patched, value)
+    torch.nn.functional.linear = lambda x, w, bias=None: x.new_empty(
+        len(x), len(w)
+    )  # which would take most of the time
+    torch.mm = lambda x, w, out=None: x.new_empty(len(x), w.shape[1]) if out is None else out  # type: ignore[assignment]
+    torch.Tensor.addmm_ = lambda self, x, w: self  # type: ignore[assignment, method-assign]
 
 
 def step(lengths: list[int]) -> StepPlan:
@@ -76,29 +82,34 @@ def step(lengths: list[int]) -> StepPlan:
 
 @torch.inference_mode()
 def main() -> None:
-    shape = {"num_hidden_layers": 3, "vocab_size": 3000}
+    num_rows, num_tokens, block_size, layer_weights = map(int, sys.argv[1:])
+    shape = {"num_hidden_layers": 3, "vocab_size": 3000, "max_position_embeddings": 4096}
     config = EngineConfig.from_args(
-        "qwen3-0.6b", dtype="bfloat16", block_size=64, num_kv_blocks=4, max_num_seqs=40, max_num_batched_tokens=512
-    )
+        "qwen3-0.6b", dtype="bfloat16", block_size=block_size, num_kv_blocks=4, max_num_seqs=num_rows,
+        max_num_batched_tokens=num_tokens, max_model_len=4096,
+    )  # fmt: skip
     source = resolve_model("qwen3-0.6b", load_format="dummy", hf_overrides=shape)
     runner = ModelRunner(config, source, TPGroup(), torch.device("cpu"))
     pretend()
     use_attention_backend(runner.model, Attention.backend)
-    runner.decode = DecodeSteps(runner.model, runner.rows, runner.decode._sampler, 40, capture_sizes(40))
-    runner.mixed = MixedSteps(runner.model, runner.rows, runner.decode._sampler, 40, 256, capture=False)
+    sampler, sizes, padded = runner.decode._sampler, capture_sizes(num_rows), longest_padded(layer_weights, num_tokens)
+    runner.decode = DecodeSteps(runner.model, runner.rows, sampler, num_rows, sizes)
+    runner.mixed = MixedSteps(runner.model, runner.rows, sampler, num_rows, padded, capture=False)
     plan, cache = runner._largest_step()
     bind_kv_cache(runner.model, cache)
     with compiling_in_parallel(torch.device("cuda", 0), 1):
         runner._compile(plan)
     meanwhile, launched[:] = list(launched), []
-    for size in (1, 2, 3, 4, 8, 16, 24, 32, 40):
+    for size in sizes:
         runner.decode._forward(size)
         for filters in Filters:
             runner.decode._sample(runner.decode._logits_r[:size], filters)
-    lengths = [[1], [2], [7], [16], [30], [100], [200], [512], [1, 1, 9], [1] * 20 + [7], [1] * 39 + [300]]
-    for plan in map(step, [*lengths, *([1] * n + [300] for n in (1, 2, 3, 5, 8, 13))]):
-        logits_r, sample = runner.mixed.forward(plan)
-        sample(logits_r)
+    alone = [[n] for n in (1, 2, 7, 16, 30, 100, 200, 512, 2318, 4096)]
+    decoding = [[1] * n + [rest - n] for n in (1, 2, 3, 5, 8, 13, 20, 39) for rest in (n + 9, 300, num_tokens)]
+    for lengths in [*alone, *decoding]:
+        if sum(lengths) <= num_tokens and 0 < lengths[-1] <= 4096:
+            logits_r, sample = runner.mixed.forward(step(lengths))
+            sample(logits_r)
     print(json.dumps([early, meanwhile, late, launched]))
 
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton", minversion="3.5")
 
 NOT_COMPILED = """
-import json, threading
+import json, os, threading, time
 from contextlib import suppress
 import torch, triton
 from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
@@ -20,20 +20,23 @@ from tests.runtime import precompile_program as program
 
 def compile_late(src, **options):
     if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.1)  # the others have to wait
         raise OSError("no space left on device")
     return program.Kernel(src, **options)
 
 program.pretend()
 triton.compiler.compile = compile_late
-x = torch.ones(2, 64, dtype=torch.bfloat16)
-for fails in (False, True):
+os.sched_getaffinity = lambda process: {0}
+for fails, sizes in ((False, (64, 128)), (True, (256, 512, 1024))):
+    inputs = [torch.ones(2, size, dtype=torch.bfloat16) for size in sizes]
     with suppress(KeyError), compiling_in_parallel(torch.device("cuda", 0), 1):
         with launching_nothing():
-            rms_norm(x, x[0], 1e-6)
+            for x in inputs:
+                rms_norm(x, x[0], 1e-6)
         if fails:
             raise KeyError
-    rms_norm(x, x[0], 1e-6)
-    x = torch.ones(2, 128, dtype=torch.bfloat16)
+    for x in inputs:
+        rms_norm(x, x[0], 1e-6)
 print(json.dumps([program.early, program.late, program.launched]))
 """
 
@@ -52,11 +55,15 @@ def run(cache: Path, *program: str) -> list[list[str]]:
 
 
 def test_what_was_not_compiled_in_parallel_is_when_it_is_launched(tmp_path: Path) -> None:
-    once_each = ["_rms_norm_kernel"] * 2
+    once_each = ["_rms_norm_kernel"] * 5
     assert run(tmp_path, "-c", NOT_COMPILED) == [[], once_each, once_each]
 
 
-def test_steps_launch_nothing_that_start_up_did_not_compile(tmp_path: Path) -> None:
-    compiled, launched_meanwhile, compiled_late, launched = run(tmp_path, "-m", "tests.runtime.precompile_program")
+@pytest.mark.parametrize(
+    "sizes", ["40 2400 64 60_000_000", "40 100 64 16_000_000", "40 12 16 16_000_000", "256 8192 128 16_000_000"]
+)
+def test_steps_launch_nothing_that_start_up_did_not_compile(tmp_path: Path, sizes: str) -> None:
+    program = ("-m", "tests.runtime.precompile_program", *sizes.split())
+    compiled, launched_meanwhile, compiled_late, launched = run(tmp_path, *program)
     assert launched_meanwhile == compiled_late == []
     assert set(compiled) == set(launched) != set()
