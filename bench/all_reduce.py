@@ -12,10 +12,14 @@ import json
 import math
 import os
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
+
+from command_line import parser_of, positive
+
+from nanollm.cli import exit_code
 
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -182,11 +186,12 @@ def best_below(results: list[tuple[int, dict[str, float]]], better: str, others:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, help="ranks as this many streams of one process")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes (default: 2 KB … 32 MB)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser = parser_of(__doc__)
+    parser.add_argument("--streams", type=positive, help="ranks as this many streams of one process")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes (default: 2 KB … 32 MB)")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it times GPUs, and PyTorch sees none")
     if args.streams is None and "RANK" not in os.environ:
         parser.error("start it with torchrun, or give --streams 2")
     torch.manual_seed(0)
@@ -212,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,7 +26,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from command_line import at_least, parser_of, positive
 from workload import Workload, default_model_here
+
+from nanollm.cli import exit_code
 
 # Token ids of each prompt, and how many tokens to generate for each; returns how many there were.
 Generate = Callable[[list[list[int]], list[int]], list[int]]
@@ -252,30 +256,28 @@ def run(job: Job, python: str | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, png="speeds relative to ours")
     parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES][1:], help="beside ours (default: all there are)")
     parser.add_argument("--python", nargs="+", default=[], metavar="ENGINE=PATH", help="interpreters that have them")
-    parser.add_argument("--tp", type=int, default=1, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=257)
-    parser.add_argument("--num-prompts", type=int, default=256, help="of workload W")
-    parser.add_argument("--max-len", type=int, default=1024, help="longest prompt and output of workload W")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw speeds relative to ours")
+    parser.add_argument("--tp", type=positive, default=1, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--prompt-len", type=positive, default=512)
+    parser.add_argument("--output-len", type=at_least(2), default=257)
+    parser.add_argument("--num-prompts", type=positive, default=256, help="of workload W")
+    parser.add_argument("--max-len", type=positive, default=1024, help="longest prompt and output of workload W")
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)  # in the process of an engine
     args = parser.parse_args()
     if args.job:
         result = measure(Job(**json.loads(args.job.read_text())))
         args.job.with_suffix(".result").write_text(json.dumps(result))
         return
-    if min(*args.batch, args.prompt_len, args.num_prompts, args.max_len, args.repeats) < 1 or args.output_len < 2:
-        parser.error("numbers must be at least 1, --output-len at least 2")
     pythons = dict(given.partition("=")[::2] for given in args.python)
     if unknown := set(pythons) - set(ENGINES):
         parser.error(f"--python takes ENGINE=PATH, with an engine of {', '.join(ENGINES)}; got {', '.join(unknown)}")
+    if wrong := [path for path in pythons.values() if shutil.which(path) is None]:
+        parser.error(f"--python: there is no interpreter {', '.join(wrong)}")
     found = [engine for engine in [*ENGINES][1:] if engine in pythons or find_spec(engine)]
     if missing := set(args.engines or ()) - set(found):
         parser.error(f"{', '.join(missing)} is not installed here: install it, or give --python {min(missing)}=PATH")
@@ -287,10 +289,10 @@ def main() -> None:
             results.append(run(Job(**asdict(job) | {"engine": engine}), pythons.get(engine)))
             if "error" in results[0]:
                 sys.exit("our own engine failed, so there is nothing to compare with")
+            if args.json:  # each time, since the next may take long and fail
+                args.json.write_text(json.dumps({"job": asdict(job), "results": results}, indent=2) + "\n")
     title = f"{args.model or Path(job.model).name}, tp {args.tp}"
     report(results, title)
-    if args.json:
-        args.json.write_text(json.dumps({"job": asdict(job), "results": results}, indent=2) + "\n")
     if args.png:
         draw(args.png, results, title)
 
@@ -361,11 +363,11 @@ def draw(path: Path, results: list[dict[str, Any]], title: str) -> None:
         values = [f"{result['tokens_per_second']:,.0f}", *(f"{ms:.3g}" for ms in result["tpot_ms"].values())]
         axes.bar_label(bars, values)
     axes.set_xticks([group + 0.4 - width / 2 for group in range(len(groups))], groups)
-    axes.set(ylabel="speed, nanollm = 1", title=title)
+    axes.set(ylabel="speed, nanollm = 1: higher is faster", title=title)
     axes.margins(y=0.1)
     figure.legend(loc="outside lower center", ncols=len(measured))
     figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

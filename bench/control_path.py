@@ -8,20 +8,22 @@ process has a core: the fastest tenth is what it takes where others want those t
 says it, of each process of an engine that has answered a request: rank 0's, the others', and what watches over them.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
 import os
 import socket
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from command_line import at_least, parser_of, positive
 from workload import default_model_here
 
+from nanollm.cli import exit_code
 from nanollm.runtime.channel import Kind, Link
 from nanollm.runtime.step_plan import StepPlan
 
@@ -118,13 +120,12 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256, 512])
-    parser.add_argument("--plans", type=int, default=2000, help="of each size (default: %(default)s)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 32, 256, 512])
+    parser.add_argument("--plans", type=at_least(10), default=2000, help="of each size (default: %(default)s)")
     parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
-    parser.add_argument("--tp", type=int, default=2, help="ranks of the idle engine (default: %(default)s)")
+    parser.add_argument("--tp", type=positive, default=2, help="ranks of the idle engine (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="to watch it for (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     args = parser.parse_args()
     latencies = {}
     print(f"{'rows':>5} {'bytes':>7} {'median µs':>10} {'fastest tenth':>14}")
@@ -143,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -5,7 +5,6 @@ is no slower than transformers, and 16 prompts at once are at least 4 times as f
 machine: a second busy process slows two threads down many times, and not both sides alike.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -17,21 +16,21 @@ from typing import Any
 
 import torch
 import transformers
+from command_line import at_least, parser_of, positive
 from floor import ModelCost, measure_rates
 
 from nanollm import LLM, SamplingParams
-from nanollm.cli import default_model
+from nanollm.cli import default_model, exit_code
 
 MANY = 16
 PROMPT_TOKENS = 16
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each kind (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="default: PyTorch's, one a core")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=positive, default=7, help="measurements of each kind (default: %(default)s)")
+    parser.add_argument("--tokens", type=at_least(3), default=32, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, help="default: PyTorch's, one a core")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -119,4 +118,4 @@ def decode_with_transformers(model: Any, prompt: list[int], num_tokens: int) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

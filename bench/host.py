@@ -8,19 +8,20 @@ themselves), update (append, finish, free): all of that is between two launches.
 which no launch waits. Medians of --steps steps.
 """
 
-import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of, positive
 
 from nanollm import SamplingParams, __version__
-from nanollm.cli import default_model
+from nanollm.cli import default_model, exit_code
 from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.engine.engine_core import EngineCore
@@ -118,11 +119,10 @@ def measure(batch: int, steps: int, tokenizer: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--steps", type=int, default=400)
+    parser = parser_of(__doc__)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--tokenizer", metavar="MODEL", help="whose text it is (default: SmolLM2's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     args = parser.parse_args()
     random.seed(0)
     torch.set_num_threads(1)
@@ -137,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

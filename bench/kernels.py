@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanollm.cli import exit_code
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
 from nanollm.kernels.draw import _draw_triton, draw
 from nanollm.kernels.embedding import embedding, embedding_reference
@@ -515,4 +517,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import at_least, parser_of, positive
 from floor import ModelCost, Rates, device_rates
 from tqdm import tqdm
 
 from nanollm import LLM, SamplingParams, __version__
-from nanollm.cli import default_model
+from nanollm.cli import default_model, exit_code
 from nanollm.config import NAMED_SHAPES
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
@@ -32,20 +34,16 @@ REPLAYS = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, png="TPOT beside its floor")
     parser.add_argument(
         "--model", nargs="+", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)"
     )
-    parser.add_argument("--tp", type=int, default=1, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=257)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw TPOT beside its floor")
+    parser.add_argument("--tp", type=positive, default=1, help="number of ranks (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--prompt-len", type=positive, default=512)
+    parser.add_argument("--output-len", type=at_least(2), default=257)
+    parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()
-    if min(*args.batch, args.prompt_len, args.repeats) < 1 or args.output_len < 2:
-        parser.error("--batch, --prompt-len and --repeats must be at least 1, --output-len at least 2")
     device = resolve_device("auto")
     models = args.model or ["qwen3-0.6b" if device.type == "cuda" else default_model()]
     results = [measure_model(model, device, args) for model in models]
@@ -74,9 +72,10 @@ def measure_model(model: str, device: torch.device, args: argparse.Namespace) ->
     print(f"{name}, {str(dtype).removeprefix('torch.')}, tp {args.tp}, prompts of {args.prompt_len} tokens")
     print(f"{'batch':>5} {'TTFT ms':>9} {'of floor':>9} {'TPOT ms':>9} {'floor ms':>9} {'of floor':>9} {'GPU idle':>9}")
     for row in rows:
+        idle = f"{row['gpu_idle']:10.1%}" if "gpu_idle" in row else ""
         print(
             f"{row['batch']:5} {row['ttft_ms']:9.2f} {row['ttft_achieved']:9.1%} {row['tpot_ms']:9.3f} "
-            f"{row['tpot_floor_ms']:9.3f} {row['tpot_achieved']:9.1%} {row.get('gpu_idle', float('nan')):9.1%}"
+            f"{row['tpot_floor_ms']:9.3f} {row['tpot_achieved']:9.1%}{idle}"
         )
     return {"model": name, "rows": rows}
 
@@ -139,16 +138,22 @@ def draw(path: Path, results: list[dict[str, Any]], title: str) -> None:
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for color, result in enumerate(results):
         batches = [row["batch"] for row in result["rows"]]
         for label, key, style in ((result["model"], "tpot_ms", "o-"), ("its floor", "tpot_floor_ms", "--")):
             axes.plot(batches, [row[key] for row in result["rows"]], style, color=f"C{color}", label=label)
     axes.set(xlabel="batch size", ylabel="ms per output token", title=title, xscale="log", yscale="log")
-    axes.legend()
+    axes.set_xticks(batches, map(str, batches))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

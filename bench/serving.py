@@ -18,6 +18,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,8 +27,11 @@ from typing import Any
 
 import aiohttp
 import uvloop
+from command_line import parser_of
 from tqdm import tqdm
 from workload import Workload
+
+from nanollm.cli import exit_code
 
 MAX_TOKEN_ID = 10_000  # of random prompts: every model has these
 WORDS = ["time", "water", "people", "light", "house", "music", "river", "stone", "paper", "green", "small", "north"]
@@ -74,7 +78,7 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, png="latency over load")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="(default: %(default)s)")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", help="default: the first that the server names")
@@ -94,8 +98,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
     parser.add_argument("--slo-ttft", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--slo-tpot", type=float, default=float("inf"), help="seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw latency over load")
     args = parser.parse_args()
     if (args.workload == "trace") != (args.trace is not None):
         parser.error("--workload trace and --trace FILE go together")
@@ -339,4 +341,4 @@ def draw_png(path: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

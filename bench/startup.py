@@ -20,7 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of, positive
 from workload import default_model_here
+
+from nanollm.cli import exit_code
 
 PROMPT_LEN = 512
 # Packages that a first token has no need of.
@@ -142,19 +145,15 @@ def median(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, png="the parts")
     parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--cold", action="store_true", help="also with an empty Triton cache")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the parts")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # in a process that is measured
     args = parser.parse_args()
     if args.started is not None:
         print("\n" + json.dumps(start_up(args.model, args.started)))
         return
-    if args.repeats < 1:
-        parser.error("--repeats must be at least 1")
     model = args.model or default_model_here()
     first = measure(model)
     kinds = {"warm": [measure(model) for _ in range(args.repeats)]}
@@ -192,4 +191,4 @@ def draw(path: Path, report: dict[str, dict[str, float]], title: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

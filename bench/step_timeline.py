@@ -5,9 +5,9 @@
 Open the trace at ui.perfetto.dev. GPU idle is the share of the wall time in which no kernel or copy runs.
 """
 
-import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import at_least, output_file, parser_of, positive
 from torch.profiler import ProfilerActivity, profile, record_function
+from workload import default_model_here
 
 from nanollm import LLM, SamplingParams
+from nanollm.cli import exit_code
 from nanollm.config import NAMED_SHAPES
 
 PHASES = ("schedule", "submit", "collect", "update", "process")
@@ -84,12 +87,13 @@ def read(trace: Path) -> tuple[dict[str, list[tuple[float, float]]], list[tuple[
     return phases, gpu
 
 
-def draw(phases: dict[str, list[tuple[float, float]]], gpu: list[tuple[str, float, float]], png: str) -> None:
+def draw(phases: dict[str, list[tuple[float, float]]], gpu: list[tuple[str, float, float]], png: Path) -> None:
     """The middle few steps, a lane for each CPU phase and one for the GPU."""
     import matplotlib.pyplot as plt
 
     submits = sorted(phases["submit"])
-    first, last = submits[len(submits) // 2][0], submits[min(len(submits) // 2 + 4, len(submits) - 1)][1]
+    submits = submits[len(submits) // 2 :][:5]
+    first, last = submits[0][0], submits[-1][1]
     figure, axis = plt.subplots(figsize=(12, 3.5))
     lanes = [("GPU", [(start, stop) for _, start, stop in gpu]), *((p, phases[p]) for p in PHASES)]
     for lane, (name, spans) in enumerate(lanes):
@@ -97,31 +101,30 @@ def draw(phases: dict[str, list[tuple[float, float]]], gpu: list[tuple[str, floa
         axis.broken_barh(shown, (-lane - 0.4, 0.8), facecolors=f"C{lane}", edgecolor="none", label=name)
     axis.set_yticks([-lane for lane in range(len(lanes))], [name for name, _ in lanes])
     axis.set_xlabel("ms")
-    axis.set_title("Four decode steps")
+    axis.set_title(f"{len(submits) - 1} decode steps")
     figure.tight_layout()
     figure.savefig(png, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--png")
-    parser.add_argument("--trace", help="where to write the Perfetto trace")
-    parser.add_argument("--json", help="where to write the figures")
+    parser = parser_of(__doc__, png="four decode steps")
+    parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
+    parser.add_argument("--batch", type=positive, default=256, help="(default: %(default)s)")
+    parser.add_argument("--context", type=positive, default=512, help="tokens (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(2), default=50, help="(default: %(default)s)")
+    parser.add_argument("--trace", type=output_file, metavar="FILE", help="write the Perfetto trace")
     args = parser.parse_args()
     random.seed(0)
-    named = args.model.lower() in NAMED_SHAPES
+    model = args.model or default_model_here()
+    named = model.lower() in NAMED_SHAPES
     max_model_len = args.context + args.steps + 128
     settings = {"load_format": "dummy"} if named else {"skip_tokenizer_init": True}
-    with tempfile.TemporaryDirectory() as directory, LLM(args.model, max_model_len=max_model_len, **settings) as llm:
+    with tempfile.TemporaryDirectory() as directory, LLM(model, max_model_len=max_model_len, **settings) as llm:
         trace = Path(args.trace or Path(directory) / "trace.json")
         started = time.monotonic()
         record(llm, args.batch, args.context, args.steps, trace)
         phases, gpu = read(trace)
-        print(f"{args.model}, batch {args.batch}: profiled in {time.monotonic() - started:.1f} s")
+        print(f"{Path(model).name}, batch {args.batch}: profiled in {time.monotonic() - started:.1f} s")
     submits = sorted(phases["submit"])
     count = len(submits) - 1
     wall = submits[-1][0] - submits[0][0]
@@ -129,8 +132,8 @@ def main() -> None:
     for name in PHASES:
         figures[f"{name}_ms"] = sum(stop - start for start, stop in phases[name]) / len(submits)
     inside = [(a, b) for _, a, b in gpu if a >= submits[0][0] and b <= submits[-1][0]]
-    figures["gpu_busy_ms"] = merged(inside) / count
-    figures["gpu_idle"] = 1 - merged(inside) / wall if gpu else float("nan")
+    if gpu:
+        figures |= {"gpu_busy_ms": merged(inside) / count, "gpu_idle": 1 - merged(inside) / wall}
     kernels: dict[str, float] = defaultdict(float)
     for name, start, stop in gpu:
         kernels[name[:60]] += (stop - start) / len(submits)
@@ -141,8 +144,8 @@ def main() -> None:
     if args.png:
         draw(phases, gpu, args.png)
     if args.json:
-        Path(args.json).write_text(json.dumps({"model": args.model, "batch": args.batch} | figures, indent=1))
+        args.json.write_text(json.dumps({"model": Path(model).name, "batch": args.batch} | figures, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -7,37 +7,37 @@ torchrun --nproc_per_node=2 bench/throughput.py
 import argparse
 import json
 import os
+import sys
 import time
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of, positive
 from floor import ModelCost, device_rates, workload_steps
 from workload import Workload
 
 from nanollm import LLM, RequestOutput, SamplingParams, __version__
-from nanollm.cli import default_model
+from nanollm.cli import default_model, exit_code
 from nanollm.config import NAMED_SHAPES
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, png="tokens over time beside the floor's")
     parser.add_argument(
         "--model",
         help=f"directory, .gguf file, hub id or one of {', '.join(NAMED_SHAPES)} (random weights); "
         "default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU",
     )
-    parser.add_argument("--tp", type=int, help="number of ranks; torchrun gives its own")
-    parser.add_argument("--num-prompts", type=int, default=256, help="requests at once (default: %(default)s)")
-    parser.add_argument("--max-len", type=int, default=1024, help="longest prompt and output (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw tokens over time beside the floor's")
+    parser.add_argument("--tp", type=positive, help="number of ranks; torchrun gives its own")
+    parser.add_argument("--num-prompts", type=positive, default=256, help="requests at once (default: %(default)s)")
+    parser.add_argument(
+        "--max-len", type=positive, default=1024, help="longest prompt and output (default: %(default)s)"
+    )
     args = parser.parse_args()
-    if args.num_prompts < 1 or args.max_len < 1:
-        parser.error("--num-prompts and --max-len must be at least 1")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if args.tp not in (None, world_size) and world_size > 1:
         parser.error(f"torchrun started {world_size} ranks: leave --tp out")
@@ -137,4 +137,4 @@ def draw(path: Path, outputs: list[RequestOutput], steps: list[tuple[float, int]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -15,18 +15,21 @@ import gc
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import at_least, parser_of, positive
 from floor import ModelCost, Rates, device_rates, workload_steps
 from latency import add_floors, measure, params
 from throughput import run_twice
 from workload import Workload
 
 from nanollm import LLM, __version__
+from nanollm.cli import exit_code
 from nanollm.config import NAMED_SHAPES, ModelConfig
 from nanollm.models.source import resolve_model
 from nanollm.runtime.executor import resolve_device
@@ -37,24 +40,22 @@ AllReduce = Callable[[float, int], float]  # bytes, ranks -> seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, png="the speed-up")
     parser.add_argument("--model", default="qwen3-8b", help="as for throughput.py (default: %(default)s)")
-    parser.add_argument("--tp", type=int, nargs="+", help="degrees (default: 1, 2, 4 … as many as there are GPUs)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128, 256])
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=257)
-    parser.add_argument("--long-prompt-len", type=int, default=8192)
-    parser.add_argument("--num-prompts", type=int, default=256, help="of workload W; 0: without it")
-    parser.add_argument("--max-len", type=int, default=1024, help="longest prompt and output of workload W")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tp", type=positive, nargs="+", help="degrees (default: 1, 2, 4 … as many as there are GPUs)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 128, 256])
+    parser.add_argument("--prompt-len", type=positive, default=512)
+    parser.add_argument("--output-len", type=at_least(2), default=257)
+    parser.add_argument("--long-prompt-len", type=positive, default=8192)
+    parser.add_argument("--num-prompts", type=at_least(0), default=256, help="of workload W; 0: without it")
+    parser.add_argument("--max-len", type=positive, default=1024, help="longest prompt and output of workload W")
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--nccl", action="store_true", help="without our own all-reduce")
     parser.add_argument("--predict", action="store_true", help="from one GPU, what 2, 4 and 8 would give")
     parser.add_argument(
         "--all-reduce", type=Path, metavar="FILE", help="what bench/all_reduce.py wrote, to predict with"
     )
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FILE", help="what --json wrote earlier")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the speed-up")
     args = parser.parse_args()
     config, device = resolve_model(args.model, load_format=load_format(args)).config, resolve_device("auto")
     dtype = resolve_dtype("auto", config, device)
@@ -294,4 +295,4 @@ def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -10,16 +10,19 @@ nanollm/kernels/tuned/<GPU>.json, which engines read; what was not measured this
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import positive
 from floor import device_rates
 from kernels import Linear, OneRowInputs, copies_of, randn, time_call
 from tqdm import tqdm
 
+from nanollm.cli import exit_code
 from nanollm.config import NAMED_SHAPES
 from nanollm.distributed.partition import HeadPartition, mlp_split
 from nanollm.kernels.backend import gpu, table_path
@@ -42,13 +45,13 @@ ONE_ROW_CUTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(NAMED_SHAPES), choices=NAMED_SHAPES, metavar="NAME")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="degrees (default: 1 2)")
+    parser.add_argument("--tp", type=positive, nargs="+", default=[1, 2], help="degrees (default: 1 2)")
     buckets = [1, *ROW_BUCKETS]
     parser.add_argument("--rows", type=int, nargs="+", default=buckets, choices=buckets, help="default: all")
     parser.add_argument("--out", type=Path, help="folder of the table (default: the package's)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("PyTorch sees no GPU, and a table is of one")
+        parser.error("it times matmuls on a GPU, and PyTorch sees none")
     device = torch.device("cuda", torch.cuda.current_device())
     path = table_path(gpu(device).name)
     path = (args.out or path.parent) / path.name
@@ -161,4 +164,4 @@ def measure(layer: Linear, num_rows: int) -> dict[Tiles | None, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -4,13 +4,13 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import nanollm
 from nanollm.commands import bench, chat, env, generate, serve
 from nanollm.commands.flags import default_model
 
-__all__ = ["build_parser", "default_model", "main"]
+__all__ = ["build_parser", "default_model", "exit_code", "main"]
 
 COMMANDS = {
     "generate": (generate, "generate text from prompts, or from a batch file"),
@@ -34,12 +34,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. What the user can mend is one line on stderr and exit code 2."""
+    """Run one command; returns its exit code."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanollm").setLevel(logging.INFO)
+    return exit_code(lambda: args.run(args))
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """What it returns, or 0. What the user can mend is one line on stderr and exit code 2."""
     try:
-        return args.run(args)
+        return run() or 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output went away; Python must not flush into it again at exit

@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -51,6 +53,13 @@ def available_cpu_bytes(config: EngineConfig, num_sharing: int) -> int:
     if not config.gives_kv_cache_size:
         return CPU_CACHE_BYTES
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_sharing
+
+
+def free_cpu_bytes() -> int:
+    """What programs on this host could still take, as Linux estimates it."""
+    found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def available_gpu_bytes(config: EngineConfig, device: torch.device, num_sharing: int) -> int:

@@ -25,6 +25,7 @@ from nanollm.runtime.kv_cache import (
     available_cpu_bytes,
     available_gpu_bytes,
     block_bytes,
+    free_cpu_bytes,
     num_kv_blocks,
 )
 from nanollm.runtime.mixed_steps import MAX_GRAPHS, MixedSteps, longest_padded
@@ -165,6 +166,14 @@ class ModelRunner:
                 self.capture_seconds = self.decode.capture(self.captured)
 
     def _load_weights(self, source: ModelSource, check: Callable[[], None]) -> None:
+        """ValueError on a CPU without room for them; the system would end the process."""
+        if self.device.type == "cpu":
+            needed, free = sum(parameter.nbytes for parameter in self.model.parameters()), free_cpu_bytes()
+            if needed > free:
+                raise ValueError(
+                    f"a rank's {self.dtype} weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "
+                    "memory are free: take a smaller model, or dtype='bfloat16'"
+                )
         shapes = {part.name: part.shape for part in self.model.tensor_parts()}
         checkpoint = source.open_checkpoint(shapes, seed=self._config.seed, dtype=self.dtype, device=self.device)
         load_weights(self.model, checkpoint, show_progress=self.tp.rank == 0, check=check)

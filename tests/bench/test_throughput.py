@@ -36,7 +36,16 @@ def test_two_ranks_report_tokens_floor_and_their_ratio(
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_bad_number_of_prompts_is_refused_before_a_model_loads() -> None:
-    result = run(ROOT / "bench" / "throughput.py", "--num-prompts", 0)
-    assert result.returncode == 2
-    assert "--num-prompts" in result.stderr
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--num-prompts", 0), "argument --num-prompts: must be at least 1, got 0"),
+        (("--json", "no/such/x.json"), "argument --json: there is no folder no/such: make it first"),
+        (("--png", "/"), "argument --png: / is a folder: name a file"),
+        (("--model", "./nothing"), "error: model './nothing': no such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_is_measured(flags: tuple[object, ...], message: str) -> None:
+    result = run(ROOT / "bench" / "throughput.py", *flags)
+    assert (result.returncode, result.stderr.splitlines()[-1].removeprefix("throughput.py: error: ")) == (2, message)
+    assert "Traceback" not in result.stderr
