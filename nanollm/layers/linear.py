@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from nanollm.distributed.partition import HeadPartition
 from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.backend import runs_triton
 from nanollm.kernels.one_row_matmul import one_row_matmul, suits_one_row
 from nanollm.kernels.silu_mul import silu_mul
 from nanollm.kernels.split_matmul import Tiles, split_matmul, tiles_for
@@ -101,7 +102,7 @@ class RowParallelLinear(LinearBase):
     """y = x W^T, W split by input features: each rank holds [out, in_r] and gets a partial sum of y.
 
     The sum over ranks is left pending in the returned Hidden, so that whoever reads it can fuse the all-reduce with
-    what it does next. A bias is added on rank 0 only, so once. On one rank the residual is updated in place.
+    what it does next. A bias is added on rank 0 only, so once. On one GPU the residual is updated in place.
     kept: this rank's range of the `size_in` input features.
     """
 
@@ -117,7 +118,7 @@ class RowParallelLinear(LinearBase):
             return Hidden(residual_TD, one_row_matmul(x_r, self.weight))
         if tiles := self.tiles(len(x_r)):
             return Hidden(residual_TD, split_matmul(x_r, self.weight, tiles))
-        if self.tp.size == 1 and self.bias is None:  # the matmul adds to what is there at no cost
+        if self.tp.size == 1 and self.bias is None and runs_triton(x_r):  # a GPU adds to what is there at no cost
             return Hidden(residual_TD.addmm_(x_r, self.weight.t()), None)
         return Hidden(residual_TD, F.linear(x_r, self.weight, self.bias))
 

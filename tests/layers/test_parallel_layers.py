@@ -147,7 +147,7 @@ def test_qkv_parallel_gives_each_rank_its_heads(size: int, num_heads: int, num_k
 def test_row_parallel_partial_sums_add_up_with_the_bias_once(size: int, bias: bool) -> None:
     split = even_split(20, size)
     layers, w = ranks(lambda tp: RowParallelLinear(20, SIZE, split[tp.rank], bias, tp), size)
-    x, residual_TD = torch.randn(TOKENS, 20), torch.zeros(TOKENS, SIZE)
+    x, residual_TD = torch.randn(TOKENS, 20), torch.randn(TOKENS, SIZE)
     outputs = [layer(x[:, kept.start : kept.stop], residual_TD) for layer, kept in zip(layers, split, strict=True)]
     assert_same(sum(share(out) for out in outputs), F.linear(x.double(), w["weight"], w.get("bias")))
     assert all(out.residual_TD is residual_TD for out in outputs)
