@@ -36,22 +36,10 @@ def advance_rows_reference(
 
 @triton.jit(do_not_specialize_on_alignment=["ids_S", "rows_S", "positions_S"])
 def _advance_rows_kernel(
-    ids_S,
-    rows_S,
-    positions_S,
-    last_token_R,
-    params_RP,
-    words_RV,
-    slots_R3S,
-    last_RH,
-    bad_words_RWN,
-    words_stride,
-    first_id,
-    vocab_share,
-    WORDS: tl.constexpr,
-    PREFIX: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids_S, rows_S, positions_S, last_token_R, params_RP, words_RV, slots_R3S, last_RH, bad_words_RWN, words_stride,
+    first_id, vocab_share,
+    WORDS: tl.constexpr, PREFIX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()

@@ -173,30 +173,11 @@ def _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def _one_shot_kernel(
-    y_TD,
-    sum_TD,
-    x_ZTD,
-    residual_TD,
-    weight_D,
-    eps,
-    addresses,
-    turns,
-    capacity,
-    slot,
-    rank,
-    num_rows,
-    size,
+    y_TD, sum_TD, x_ZTD, residual_TD, weight_D, eps, addresses, turns, capacity, slot, rank, num_rows, size,
     part_stride,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    LANE: tl.constexpr,
-    SENTINEL: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, LANE: tl.constexpr,
+    SENTINEL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # A buffer has a slot of `slot` bytes for each rank's x. One program a row, or every num_programs-th row: first it
     # sends all of them, then it waits for the first.
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -236,30 +217,11 @@ def _one_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def _two_shot_kernel(
-    y_TD,
-    sum_TD,
-    x_ZTD,
-    residual_TD,
-    weight_D,
-    eps,
-    addresses,
-    turns,
-    capacity,
-    slot,
-    rank,
-    num_rows,
-    size,
+    y_TD, sum_TD, x_ZTD, residual_TD, weight_D, eps, addresses, turns, capacity, slot, rank, num_rows, size,
     part_stride,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    LANE: tl.constexpr,
-    SENTINEL: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, LANE: tl.constexpr,
+    SENTINEL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # Row `SIZE * group + owner` is summed by its owner only, rounded, and sent to all. A buffer has a slot of `slot`
     # bytes for each rank's share of the owner's rows, then room for all rows' sums.
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -320,21 +282,9 @@ def _two_shot_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_rows"], do_not_specialize_on_alignment=["out_S", "value_S", "id_S"])
 def _best_of_ranks_kernel(
-    out_S,
-    value_S,
-    id_S,
-    addresses,
-    turns,
-    capacity,
-    slot,
-    rank,
-    num_rows,
-    SIZE: tl.constexpr,
-    SENTINEL: tl.constexpr,
-    WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_S, value_S, id_S, addresses, turns, capacity, slot, rank, num_rows,
+    SIZE: tl.constexpr, SENTINEL: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # A buffer has two slots for each rank: values, then ids.
     first, step = tl.program_id(0), tl.num_programs(0)
     base, mine = _bases(addresses, SIZE), tl.load(addresses + rank)

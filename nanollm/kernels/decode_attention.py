@@ -61,16 +61,10 @@ def decode_attention_reference(
 
 @triton.jit
 def _combine(
-    out_GH,
-    partial_SGH,
-    lse_SG,
-    num_splits,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    out_GH, partial_SGH, lse_SG, num_splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
-):
+):  # fmt: skip
     """The whole softmax from that of each split: weights in proportion to exp of the split's log-sum-exp."""
     head_G, dim_H = tl.arange(0, GROUP_TILE), tl.arange(0, HEAD_TILE)
     inside_G, inside_H = head_G < GROUP, dim_H < HEAD_DIM
@@ -119,18 +113,9 @@ def _rotation(rope_PH, norm_H, position, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.c
 
 @triton.jit
 def _rotated_heads(
-    qkv_ZBX,
-    start,
-    inside,
-    part_stride,
-    cos_H,
-    sin_H,
-    eps,
-    PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    QK_NORM: tl.constexpr,
-):
+    qkv_ZBX, start, inside, part_stride, cos_H, sin_H, eps,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
     """Heads of q or k from the projection, normed and rotated as in qkv_to_cache: [heads, H]. start: where each is."""
     dim_H, partner_H = tl.arange(0, HEAD_TILE), _partner(HEAD_DIM, HEAD_TILE)
     x = load_parts(qkv_ZBX, start + dim_H[None, :], inside, part_stride, PARTS)
@@ -173,45 +158,13 @@ def _attend(q_GH, k_CH, v_CH, inside_C, top_G, total_GC, acc_GH, scale_log2):
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables_BM", "context_lens_B", "positions_B", "slots_B"])
 def _decode_attention_kernel(
-    out_BNH,
-    partial_BKSGH,
-    lse_BKSG,
-    arrived_BK,
-    q_BNH,
-    k_cache,
-    v_cache,
-    block_tables_BM,
-    context_lens_B,
-    q_norm_H,
-    k_norm_H,
-    rope_PH,
-    positions_B,
-    slots_B,
-    q_stride,
-    part_stride,
-    table_stride,
-    table_len,
-    scale_log2,
-    eps,
-    FROM_QKV: tl.constexpr,
-    PARTS: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    SPLIT_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    KEEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_BNH, partial_BKSGH, lse_BKSG, arrived_BK, q_BNH, k_cache, v_cache, block_tables_BM, context_lens_B, q_norm_H,
+    k_norm_H, rope_PH, positions_B, slots_B, q_stride, part_stride, table_stride, table_len, scale_log2, eps,
+    FROM_QKV: tl.constexpr, PARTS: tl.constexpr, QK_NORM: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    GROUP_PAD: tl.constexpr, GROUP_TILE: tl.constexpr, HEAD_TILE: tl.constexpr, SPLIT_TILE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program takes one KV head of one row, with all query heads that share it, and every num_splits-th tile of its
     # tokens. The grid depends on the bucket alone; programs without a tile leave at once. FROM_QKV, q_BNH is the QKV
     # projection, and the new token is taken from there, by the first split.

@@ -90,21 +90,10 @@ def one_row_matmul_reference(
 
 @triton.jit
 def _one_row_kernel(
-    y_O,
-    x_D,
-    weight_OD,
-    norm_weight_D,
-    residual_O,
-    size_out,
-    eps,
-    SIZE_IN: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    OUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    y_O, x_D, weight_OD, norm_weight_D, residual_O, size_out, eps,
+    SIZE_IN: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, OUTS: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program computes OUTS outputs. Its loads of weights are always a chunk ahead, the first ones of all inputs:
     # weights are nobody's output, so they needn't wait for the kernel before this one.
     out_O = tl.program_id(0) * OUTS + tl.arange(0, OUTS)

@@ -64,26 +64,10 @@ def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    q_MH,
-    top_M,
-    total_M,
-    acc_MH,
-    k_cache,
-    v_cache,
-    block_C,
-    first,
-    stop,
-    position_M,
-    kv_head,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_C: tl.constexpr,
-    BY_COPY_ENGINE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    q_MH, top_M, total_M, acc_MH, k_cache, v_cache, block_C, first, stop, position_M, kv_head, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_C: tl.constexpr, BY_COPY_ENGINE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax: tokens first … first + TILE_C of a row, which are in the blocks block_C.
 
     MASKED: some are beyond `stop` or after some query's position.
@@ -125,29 +109,12 @@ def _attend_tile(
     do_not_specialize_on_alignment=["block_tables_BM", "query_starts_B1", "context_lens_B"],
 )
 def _prefill_attention_kernel(
-    out_TNH,
-    q_TNH,
-    k_cache,
-    v_cache,
-    block_tables_BM,
-    query_starts_B1,
-    context_lens_B,
-    num_rows,
-    q_stride,
-    table_stride,
-    scale_log2,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BY_COPY_ENGINE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_TNH, q_TNH, k_cache, v_cache, block_tables_BM, query_starts_B1, context_lens_B, num_rows, q_stride,
+    table_stride, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_C: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BY_COPY_ENGINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program takes one KV head and TOKENS new tokens of one row, times the query heads that share it: TILE_M
     # queries, one after another in m. Programs that see the most tokens go first, so that short ones fill the gaps.
     TOKENS: tl.constexpr = TILE_M // GROUP

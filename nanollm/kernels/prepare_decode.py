@@ -76,22 +76,10 @@ def prepare_decode_reference(words_BW: Tensor, state: DecodeState, inputs: Decod
 
 @triton.jit
 def _prepare_decode_kernel(
-    words_BW,
-    block_table_RM,
-    last_token_R,
-    rows_B,
-    token_ids_B,
-    positions_B,
-    slots_B,
-    context_lens_B,
-    block_tables_BM,
-    sample_positions_B,
-    scratch_row,
-    num_columns,
-    WORDS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    words_BW, block_table_RM, last_token_R, rows_B, token_ids_B, positions_B, slots_B, context_lens_B, block_tables_BM,
+    sample_positions_B, scratch_row, num_columns,
+    WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(words_BW + b * WORDS).to(tl.int64)
     computed = tl.load(words_BW + b * WORDS + 1).to(tl.int64)

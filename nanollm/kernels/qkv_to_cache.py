@@ -49,26 +49,10 @@ def qkv_to_cache_reference(
 
 @triton.jit(do_not_specialize_on_alignment=["positions_T", "slots_T"])
 def _qkv_to_cache_kernel(
-    q_TNH,
-    k_cache,
-    v_cache,
-    qkv_ZTX,
-    q_norm_H,
-    k_norm_H,
-    rope_PH,
-    positions_T,
-    slots_T,
-    part_stride,
-    eps,
-    PARTS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q_TNH, k_cache, v_cache, qkv_ZTX, q_norm_H, k_norm_H, rope_PH, positions_T, slots_T, part_stride, eps,
+    PARTS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF_PAD: tl.constexpr, QK_NORM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # A program takes HEADS heads of one token, as two tiles: the halves that rope pairs. Q, K and V heads may meet in
     # one program; V's are neither normed nor rotated.
     HALF: tl.constexpr = HEAD_DIM // 2

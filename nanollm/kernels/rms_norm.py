@@ -32,19 +32,9 @@ def load_parts(x_ZTD, at, inside, part_stride, PARTS: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    y_TD,
-    sum_TD,
-    x_ZTD,
-    residual_TD,
-    weight_D,
-    size,
-    part_stride,
-    eps,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    y_TD, sum_TD, x_ZTD, residual_TD, weight_D, size, part_stride, eps,
+    PARTS: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # One program a token: D is at most a few thousand, so a row stays in registers and is read once.
     start = tl.program_id(0).to(tl.int64) * size
     column_D = tl.arange(0, TILE)

@@ -109,19 +109,9 @@ def _prefetch(pointers):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _split_matmul_kernel(
-    y_ZMO,
-    x_MD,
-    weight_OD,
-    num_rows,
-    size_out,
-    size_in,
-    split_size,
-    ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    y_ZMO, x_MD, weight_OD, num_rows, size_out, size_in, split_size,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # Programs of the same weights follow each other, so that the later ones find them in the L2 cache.
     row_M = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     out_O = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
