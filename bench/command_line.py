@@ -28,7 +28,7 @@ def output_file(text: str) -> Path:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Of numbers."""
+    """The type of whole numbers from this one on."""
 
     def number(text: str) -> int:
         if int(text) < least:

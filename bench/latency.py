@@ -23,9 +23,10 @@ import torch
 from command_line import at_least, parser_of, positive
 from floor import ModelCost, Rates, device_rates
 from tqdm import tqdm
+from workload import default_model_here
 
 from nanollm import LLM, SamplingParams, __version__
-from nanollm.cli import default_model, exit_code
+from nanollm.cli import exit_code
 from nanollm.config import NAMED_SHAPES
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()
     device = resolve_device("auto")
-    models = args.model or ["qwen3-0.6b" if device.type == "cuda" else default_model()]
+    models = args.model or [default_model_here()]
     results = [measure_model(model, device, args) for model in models]
     if args.json:
         settings = {"tensor_parallel_size": args.tp, "prompt_len": args.prompt_len, "output_len": args.output_len}

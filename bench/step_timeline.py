@@ -91,8 +91,7 @@ def draw(phases: dict[str, list[tuple[float, float]]], gpu: list[tuple[str, floa
     """The middle few steps, a lane for each CPU phase and one for the GPU."""
     import matplotlib.pyplot as plt
 
-    submits = sorted(phases["submit"])
-    submits = submits[len(submits) // 2 :][:5]
+    submits = sorted(phases["submit"])[len(phases["submit"]) // 2 :][:5]
     first, last = submits[0][0], submits[-1][1]
     figure, axis = plt.subplots(figsize=(12, 3.5))
     lanes = [("GPU", [(start, stop) for _, start, stop in gpu]), *((p, phases[p]) for p in PHASES)]
@@ -120,7 +119,7 @@ def main() -> None:
     max_model_len = args.context + args.steps + 128
     settings = {"load_format": "dummy"} if named else {"skip_tokenizer_init": True}
     with tempfile.TemporaryDirectory() as directory, LLM(model, max_model_len=max_model_len, **settings) as llm:
-        trace = Path(args.trace or Path(directory) / "trace.json")
+        trace = args.trace or Path(directory) / "trace.json"
         started = time.monotonic()
         record(llm, args.batch, args.context, args.steps, trace)
         phases, gpu = read(trace)

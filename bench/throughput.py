@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from command_line import parser_of, positive
 from floor import ModelCost, device_rates, workload_steps
-from workload import Workload
+from workload import Workload, default_model_here
 
 from nanollm import LLM, RequestOutput, SamplingParams, __version__
-from nanollm.cli import default_model, exit_code
+from nanollm.cli import exit_code
 from nanollm.config import NAMED_SHAPES
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
@@ -43,7 +43,7 @@ def main() -> None:
         parser.error(f"torchrun started {world_size} ranks: leave --tp out")
 
     device = resolve_device("auto")
-    model = args.model or ("qwen3-0.6b" if device.type == "cuda" else default_model())
+    model = args.model or default_model_here()
     llm = LLM(
         model,
         load_format="dummy" if model.lower() in NAMED_SHAPES else "auto",

@@ -55,8 +55,8 @@ class TPGroup:
         """Meet the other ranks; all call this. Collectives then fail after `timeout` seconds without a peer.
 
         backend: "gloo" or "nccl". store_path: a file that all ranks see, used to meet, which must stay as long as the
-        group does; None meets where the launcher (torchrun) says. A process group that the program made
-        itself is used and left as it was found. peer_memory: whether to use the peers' memory where that works.
+        group does; None meets where the launcher (torchrun) says. A process group that the program made itself is used
+        and left as it was found. peer_memory: whether to use the peers' memory where that works.
         """
         owns_world = not dist.is_initialized()
         limit = timedelta(seconds=timeout + _MEETING_SECONDS)

@@ -192,8 +192,8 @@ class ModelRunner:
         """The largest step there can be, and a cache that holds just that, for as long as there is no other."""
         config = self._config
         length = min(config.max_num_batched_tokens, self.max_model_len)
-        ends = np.arange(length, config.max_num_batched_tokens + length, length).clip(max=config.max_num_batched_tokens)
-        counts = np.diff(ends[: config.num_rows], prepend=0).astype(np.int32)
+        whole, rest = divmod(config.max_num_batched_tokens, length)
+        counts = np.array([length] * whole + [rest] * (rest > 0), np.int32)[: config.num_rows]
         num_blocks = -(-counts // self.block_size)
         cache = allocate_kv_cache(
             int(num_blocks[0]), self.block_size, self.model_config, self.heads, self.dtype, self.device
