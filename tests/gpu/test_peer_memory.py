@@ -259,7 +259,7 @@ def check_random_calls(tp: TPGroup, num_calls: int, num_replays: int) -> None:
     inner.leave()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_that_share_a_gpu_or_have_one_each(size: int) -> None:
     apart = size <= NUM_GPUS
     on_gpus(size, check_random_calls, 2_000 if apart else 60, 200_000 if apart else 3)  # 5 calls a replay
@@ -303,7 +303,7 @@ def check_every_way(tp: TPGroup, path: str, expected: list[list[list[int]]]) -> 
         assert [engine.run(lockstep.GREEDY)[0], engine.run(lockstep.SEEDED)[0]] == expected
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_models_give_one_ranks_tokens_in_one_shot_and_two_eager_and_in_graphs(tiny: Any, size: int) -> None:
     path = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4).path
     alone = lockstep.Engine(path, TPGroup(), device=f"cuda:{torch.cuda.current_device()}")
@@ -333,7 +333,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_engines_give_one_ranks_tokens_with_and_without_graphs(
     tiny: Any, ranks_share_gpus: Callable[[int], None], size: int
 ) -> None:
