@@ -39,3 +39,10 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 positive = at_least(1)
+
+
+def positive_float(text: str) -> float:
+    """The type of numbers above 0; inf is one."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return float(text)

@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from command_line import parser_of
+from command_line import at_least, parser_of, positive, positive_float
 from tqdm import tqdm
 from workload import Workload
 
@@ -83,16 +83,18 @@ def main() -> None:
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", help="default: the first that the server names")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--rate", type=float, nargs="+", help="requests per second, one run each; inf is all at once")
-    load.add_argument("--concurrency", type=int, nargs="+", help="requests at once, one run each")
+    load.add_argument(
+        "--rate", type=positive_float, nargs="+", help="requests per second, one run each; inf is all at once"
+    )
+    load.add_argument("--concurrency", type=positive, nargs="+", help="requests at once, one run each")
     workloads = ("random", "shared-prefix", "multi-turn", "w", "trace")
     parser.add_argument("--workload", choices=workloads, default="random", help="(default: %(default)s)")
-    parser.add_argument("--num-requests", type=int, default=256, help="a run (default: %(default)s)")
-    parser.add_argument("--input-len", type=int, default=512, help="tokens (default: %(default)s)")
-    parser.add_argument("--output-len", type=int, default=128, help="tokens (default: %(default)s)")
-    parser.add_argument("--prefix-len", type=int, default=256, help="tokens (default: %(default)s)")
-    parser.add_argument("--num-prefixes", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--num-requests", type=positive, default=256, help="a run (default: %(default)s)")
+    parser.add_argument("--input-len", type=positive, default=512, help="tokens (default: %(default)s)")
+    parser.add_argument("--output-len", type=positive, default=128, help="tokens (default: %(default)s)")
+    parser.add_argument("--prefix-len", type=at_least(0), default=256, help="tokens (default: %(default)s)")
+    parser.add_argument("--num-prefixes", type=positive, default=4, help="(default: %(default)s)")
+    parser.add_argument("--turns", type=positive, default=4, help="(default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument("--temperature", type=float, default=0.6, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nanollm
+from nanollm.runtime.host_memory import host_memory
 
 PACKAGES = [
     "torch",
@@ -74,14 +75,11 @@ def _cpu() -> str:
 
 
 def _memory() -> str:
-    found = dict(re.findall(r"^(\w+): *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    total, free = (int(found[name]) / 2**20 for name in ("MemTotal", "MemAvailable"))
-    shared = os.statvfs("/dev/shm")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    bound = limit.read_text().strip() if limit.exists() else "max"
-    container = "" if bound == "max" else f"; this container may use {int(bound) / 2**30:.1f} GiB"
+    memory, shared = host_memory(), os.statvfs("/dev/shm")
+    container = "" if memory.limit is None else f"; this container may use {memory.limit / 2**30:.1f} GiB"
     return (
-        f"{free:.1f} of {total:.1f} GiB free{container}; /dev/shm {shared.f_blocks * shared.f_frsize / 2**30:.1f} GiB"
+        f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free{container}; "
+        f"/dev/shm {shared.f_blocks * shared.f_frsize / 2**30:.1f} GiB"
     )
 
 

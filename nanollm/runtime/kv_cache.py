@@ -1,9 +1,6 @@
 """How many KV blocks there may be, and the tensor that holds them."""
 
 import math
-import os
-import re
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +8,7 @@ from torch import Tensor
 
 from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
+from nanollm.runtime.host_memory import host_memory
 
 CPU_CACHE_BYTES = 4 * 2**30  # takes memory only as it is used
 
@@ -49,17 +47,12 @@ def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int
 
 
 def available_cpu_bytes(config: EngineConfig, num_sharing: int) -> int:
-    """4 GiB; where the user gives the size, this host's memory, of which each of so many ranks takes its part."""
+    """4 GiB; where the user gives the size, all of this host's or container's memory, of which each of so many ranks
+    takes its part."""
     if not config.gives_kv_cache_size:
         return CPU_CACHE_BYTES
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_sharing
-
-
-def free_cpu_bytes() -> int:
-    """What programs on this host could still take, as Linux estimates it."""
-    found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    memory = host_memory()
+    return min(memory.total, memory.limit or memory.total) // num_sharing
 
 
 def available_gpu_bytes(config: EngineConfig, device: torch.device, num_sharing: int) -> int:

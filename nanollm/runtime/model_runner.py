@@ -20,12 +20,12 @@ from nanollm.models.registry import import_model
 from nanollm.models.source import ModelSource
 from nanollm.outputs import TokenLogprobs
 from nanollm.runtime.cuda_graphs import DecodeSteps, capture_sizes
+from nanollm.runtime.host_memory import host_memory
 from nanollm.runtime.kv_cache import (
     allocate_kv_cache,
     available_cpu_bytes,
     available_gpu_bytes,
     block_bytes,
-    free_cpu_bytes,
     num_kv_blocks,
 )
 from nanollm.runtime.mixed_steps import MAX_GRAPHS, MixedSteps, longest_padded
@@ -168,7 +168,7 @@ class ModelRunner:
     def _load_weights(self, source: ModelSource, check: Callable[[], None]) -> None:
         """ValueError on a CPU without room for them; the system would end the process."""
         if self.device.type == "cpu":
-            needed, free = sum(parameter.nbytes for parameter in self.model.parameters()), free_cpu_bytes()
+            needed, free = sum(parameter.nbytes for parameter in self.model.parameters()), host_memory().available
             if needed > free:
                 raise ValueError(
                     f"a rank's {self.dtype} weights take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "

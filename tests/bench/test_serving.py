@@ -58,3 +58,17 @@ def test_failures_are_counted_and_named(server: ServerProcess, tmp_path: Path) -
     printed, (row,) = measure(server, tmp_path, *arguments)  # text, which a server without a tokenizer refuses
     assert (row["completed"], row["failed"]) == (0, 4)
     assert "400" in row["first_error"] and "needs a tokenizer" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rate", 5, 0), "argument --rate: must be above 0, got 0"),
+        (("--rate", "nan"), "argument --rate: must be above 0, got nan"),
+        (("--concurrency", 0), "argument --concurrency: must be at least 1, got 0"),
+        (("--output-len", 0), "argument --output-len: must be at least 1, got 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_before_anything_is_asked(flags: tuple[object, ...], message: str) -> None:
+    result = run(ROOT / "bench" / "serving.py", "--base-url", "http://nowhere.invalid", *flags)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (2, f"serving.py: error: {message}")

@@ -8,7 +8,8 @@ import torch
 
 from nanollm.config import NAMED_SHAPES, EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition
-from nanollm.runtime.kv_cache import allocate_kv_cache, available_cpu_bytes, block_bytes, free_cpu_bytes, num_kv_blocks
+from nanollm.runtime.host_memory import HostMemory
+from nanollm.runtime.kv_cache import allocate_kv_cache, available_cpu_bytes, block_bytes, num_kv_blocks
 
 CONFIG = ModelConfig.from_hf(NAMED_SHAPES["qwen3-0.6b"])
 HEADS = HeadPartition(CONFIG.num_heads, CONFIG.num_kv_heads, tp=1, rank=0)
@@ -47,20 +48,21 @@ def test_a_size_that_cannot_be_is_refused_with_the_numbers(given: dict[str, int]
         num_kv_blocks(config, block, 4096, 2**30)
 
 
-def test_on_the_cpu_a_size_that_is_given_may_take_the_whole_memory() -> None:
+def test_on_the_cpu_a_size_that_is_given_may_take_the_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_cpu_bytes(EngineConfig("m"), 2) == 4 * 2**30
     total = psutil.virtual_memory().total
     assert available_cpu_bytes(EngineConfig("m", num_kv_blocks=1), 2) == pytest.approx(total / 2, rel=0.01)
+    monkeypatch.setattr("nanollm.runtime.kv_cache.host_memory", lambda: HostMemory(2**40, 2**30, 2**29))
+    assert available_cpu_bytes(EngineConfig("m", num_kv_blocks=1), 2) == 2**29
 
 
 def test_weights_that_memory_cannot_hold_are_refused_before_they_are_loaded(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert free_cpu_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.1)
     with tiny("qwen3").llm() as llm:
         weights = sum(parameter.nbytes for parameter in llm._executor.runner.model.parameters())
-    monkeypatch.setattr("nanollm.runtime.model_runner.free_cpu_bytes", lambda: weights)
+    monkeypatch.setattr("nanollm.runtime.model_runner.host_memory", lambda: HostMemory(2**40, None, weights))
     tiny("qwen3").llm().close()
-    monkeypatch.setattr("nanollm.runtime.model_runner.free_cpu_bytes", lambda: weights - 1)
+    monkeypatch.setattr("nanollm.runtime.model_runner.host_memory", lambda: HostMemory(2**40, None, weights - 1))
     with pytest.raises(ValueError, match=r"weights take .* GiB, and .* of memory are free: take a smaller model"):
         tiny("qwen3").llm()

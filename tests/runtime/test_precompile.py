@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", minversion="3.5")
+pytest.importorskip("triton", minversion="3.6")
 
 NOT_COMPILED = """
 import json, os, threading, time
