@@ -43,8 +43,7 @@ class Limits:
 # By the number of ranks: the first that is not below it.
 _LIMITS = {
     2: Limits(2 * _MIB, 256 * _MIB),
-    3: Limits(_MIB // 2, 32 * _MIB),
-    4: Limits(_MIB // 2, 16 * _MIB),
+    4: Limits(_MIB // 2, 256 * _MIB),
     8: Limits(_MIB // 4, 8 * _MIB),
 }
 

@@ -99,6 +99,6 @@ def test_parts_on_some_ranks_do_not_change_the_way(num_parts: int, monkeypatch: 
     assert ways == [False, True]
 
 
-@pytest.mark.parametrize(("num_ranks", "like"), [(5, 8), (7, 8), (16, 8)])
+@pytest.mark.parametrize(("num_ranks", "like"), [(3, 4), (5, 8), (7, 8), (16, 8)])
 def test_limits_of_any_number_of_ranks(num_ranks: int, like: int) -> None:
-    assert Limits.of(num_ranks) == Limits.of(like) != Limits.of(4)
+    assert Limits.of(num_ranks) == Limits.of(like) != Limits.of(2)
