@@ -24,5 +24,6 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
     if text == "max":
         return HostMemory(total, None, available)
     stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])  # files go when memory is wanted
+    # Copies of files go when memory is wanted.
+    used = int((cgroup / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
     return HostMemory(total, int(text), max(min(available, int(text) - used), 0))
