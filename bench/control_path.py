@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from command_line import at_least, parser_of, positive
+from command_line import at_least, parser_of, positive, positive_float
 from workload import default_model_here
 
 from nanollm.cli import exit_code
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--plans", type=at_least(10), default=2000, help="of each size (default: %(default)s)")
     parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
     parser.add_argument("--tp", type=positive, default=2, help="ranks of the idle engine (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="to watch it for (default: %(default)s)")
+    parser.add_argument("--seconds", type=positive_float, default=5.0, help="to watch it for (default: %(default)s)")
     args = parser.parse_args()
     latencies = {}
     print(f"{'rows':>5} {'bytes':>7} {'median µs':>10} {'fastest tenth':>14}")
