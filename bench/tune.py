@@ -3,9 +3,9 @@
     python bench/tune.py --model qwen3-0.6b qwen3-8b --tp 1 2 [--rows 1]
 
 Candidates run in a CUDA graph over weights that take turns and exceed the L2 cache. One row: all layers, with the norm,
-gate and residual that are folded in, against the rule for shapes that nobody measured. More rows: the layers whose
-reader adds parts up, with the norm that follows and does so, against the library. The table is
-nanollm/kernels/tuned/<GPU>.json, which engines read; what was not measured this time stays as it was.
+gate and residual that are folded in, against the rule for shapes that nobody measured. More rows: with what follows,
+against the library. The table is nanollm/kernels/tuned/<GPU>.json, which engines read; what was not measured this time
+stays as it was.
 """
 
 import argparse
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from command_line import positive
 from floor import device_rates
 from kernels import Linear, OneRowInputs, copies_of, randn, time_call
+from torch import Tensor
 from tqdm import tqdm
 
 from nanollm.cli import exit_code
@@ -29,7 +31,8 @@ from nanollm.kernels.backend import gpu, table_path
 from nanollm.kernels.one_row_matmul import OneRow, default_one_row_cut
 from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from nanollm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanollm.kernels.split_matmul import LIBRARY_HALVES, ROW_BUCKETS, Tiles, split_matmul
+from nanollm.kernels.silu_mul import silu_mul
+from nanollm.kernels.split_matmul import LIBRARY_HALVES, ROW_BUCKETS, Tiles, split_matmul, tiles_for
 
 MARGIN = 0.99  # of the time without a table: what gains less is noise, or not worth a kernel of its own
 # Each thread of these has 32 or 64 values of a chunk; of a gated weight, with twice the outs, twice as many.
@@ -60,7 +63,7 @@ def main() -> None:
     if 1 in args.rows:
         compile_one_row(layers, device)
     bandwidth = device_rates(device, torch.bfloat16).bytes_per_second
-    jobs = [(layer, num_rows) for layer in layers for num_rows in args.rows if num_rows == 1 or not layer.gated]
+    jobs = list(product(layers, args.rows))
     num_won = 0
     for layer, num_rows in tqdm(jobs, dynamic_ncols=True):
         times = measure_one_row(layer, device) if num_rows == 1 else measure(layer, num_rows)
@@ -127,10 +130,11 @@ def measure_one_row(layer: Linear, device: torch.device) -> dict[OneRow, float]:
     return {cut: time_call(inputs.ours(cut), inputs.copies) for cut in one_row_cuts(layer, gpu(device).num_sms)}
 
 
-def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
+def candidates(layer: Linear, num_rows: int) -> Iterator[Tiles]:
     """What may be good: enough programs to fill the GPU, and not many more parts than that takes."""
     found = gpu(torch.device("cuda", torch.cuda.current_device()))
-    if num_rows >= 64 and LIBRARY_HALVES.suit(size_out, size_in):
+    size_out, size_in, gated = layer.size_out, layer.size_in, layer.gated
+    if num_rows >= 64 and LIBRARY_HALVES.suit(size_out, size_in, gated=gated):
         yield LIBRARY_HALVES
     if num_rows <= 64:
         rows, cuts = [max(num_rows, 16)], [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 8)]
@@ -141,25 +145,39 @@ def candidates(size_out: int, size_in: int, num_rows: int) -> Iterator[Tiles]:
         programs = -(-num_rows // most) * (size_out // tiles.outs) * splits
         if splits > 1 and programs > 4 * found.num_sms:
             continue
-        if tiles.suit(size_out, size_in) and tiles.fit(found.shared_bytes):
+        if tiles.suit(size_out, size_in, gated=gated) and tiles.fit(found.shared_bytes):
             yield tiles
 
 
 def measure(layer: Linear, num_rows: int) -> dict[Tiles | None, float]:
-    """Microseconds of the library's matmul (None) with the norm that follows, and of each candidate's."""
+    """Microseconds of the library's matmul (None) and of each candidate's, each with what follows it in a layer: the
+    norm or, after gate and up, SiLU, down and the norm. What a kernel costs shows only where others follow."""
     size_out, size_in, copies = layer.size_out, layer.size_in, copies_of(layer.num_bytes)
     weights, xs = [randn(size_out, size_in) for _ in range(copies)], [randn(num_rows, size_in) for _ in range(copies)]
-    residual, norm = randn(num_rows, size_out), randn(size_out)
+    width = size_in if layer.gated else size_out
+    residual, norm = randn(num_rows, width), randn(width)
+    downs = [randn(width, size_out // 2) for _ in range(copies if layer.gated else 1)]
+    down_tiles = tiles_for(num_rows, downs[0])
+
+    def down_and_norm(y: Tensor, i: int) -> Any:
+        down = split_matmul(y, downs[i], down_tiles) if down_tiles else F.linear(y, downs[i])
+        return add_rms_norm(down, residual, norm, 1e-6)
 
     def library(i: int) -> Any:
+        if layer.gated:
+            return down_and_norm(silu_mul(F.linear(xs[i], weights[i])), i)
         return rms_norm(residual.addmm_(xs[i], weights[i].t(), beta=0.5), norm, 1e-6)
 
     def time_ours(tiles: Tiles) -> float:
-        return time_call(lambda i: add_rms_norm(split_matmul(xs[i], weights[i], tiles), residual, norm, 1e-6), copies)
+        def call(i: int) -> Any:
+            y = split_matmul(xs[i], weights[i], tiles, gated=layer.gated)
+            return down_and_norm(y, i) if layer.gated else add_rms_norm(y, residual, norm, 1e-6)
+
+        return time_call(call, copies)
 
     return {
         tiles: time_call(library, copies) if tiles is None else time_ours(tiles)
-        for tiles in (None, *candidates(size_out, size_in, num_rows))
+        for tiles in (None, *candidates(layer, num_rows))
     }
 
 

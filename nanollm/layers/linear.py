@@ -29,9 +29,9 @@ class LinearBase(nn.Module):
         """Whether to read the weights with the kernel for one row, which norm, gate and residual are folded into."""
         return self.bias is None and suits_one_row(num_rows, self.weight)
 
-    def tiles(self, num_rows: int) -> Tiles | None:
+    def tiles(self, num_rows: int, *, gated: bool = False) -> Tiles | None:
         """How to read the weights with the kernel for some rows, which may leave parts to be added up; None: don't."""
-        return None if self.bias is not None else tiles_for(num_rows, self.weight)
+        return None if self.bias is not None else tiles_for(num_rows, self.weight, gated=gated)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -57,8 +57,8 @@ class ColumnParallelLinear(LinearBase):
         normed_TD, residual_TD = hidden.resolve(self.tp)
         if self.suits_one_row(len(normed_TD)):
             return one_row_matmul(normed_TD, self.weight, gated=gated), residual_TD
-        if not gated and (tiles := self.tiles(len(normed_TD))):
-            return split_matmul(normed_TD, self.weight, tiles), residual_TD
+        if tiles := self.tiles(len(normed_TD), gated=gated):
+            return split_matmul(normed_TD, self.weight, tiles, gated=gated), residual_TD
         y_r = F.linear(normed_TD, self.weight, self.bias)
         return silu_mul(y_r) if gated else y_r, residual_TD
 

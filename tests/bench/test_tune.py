@@ -36,7 +36,8 @@ def test_every_cut_in_a_table_can_run(path: Path) -> None:
                 assert OneRow(*cut).suit(size_out, gated=gated), shape
             elif cut is not None:
                 tiles = Tiles(*cut)
-                assert tiles.suit(size_out, size_in) and tiles.fit(SHARED_BYTES[path.stem]), (shape, rows)
+                assert tiles.suit(size_out, size_in, gated=gated), (shape, rows)
+                assert tiles.fit(SHARED_BYTES[path.stem]), (shape, rows)
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
@@ -96,8 +97,9 @@ CPU = torch.device("cpu")
 def test_a_measured_shape_is_cut_as_the_table_says(table: Path) -> None:
     table.write_text('{"4096x1024": {"1": [2, 512, 1], "8": [16, 64, 256, 3, 4, 2], "16": null}}')
     assert one_row_cut(4096, 1024, False, CPU) == OneRow(2, 512, 1)
-    assert split_matmul._tiles_for(7, 4096, 1024, CPU) == Tiles(16, 64, 256, 3, 4, 2)
-    assert split_matmul._tiles_for(9, 4096, 1024, CPU) is None
+    assert split_matmul._tiles_for(7, 4096, 1024, False, CPU) == Tiles(16, 64, 256, 3, 4, 2)
+    assert split_matmul._tiles_for(9, 4096, 1024, False, CPU) is None
+    assert split_matmul._tiles_for(7, 4096, 1024, True, CPU) is None, "gate and up have entries of their own"
 
 
 def test_rows_that_were_not_measured_follow_the_rule(table: Path) -> None:
@@ -106,7 +108,7 @@ def test_rows_that_were_not_measured_follow_the_rule(table: Path) -> None:
     backend._table.cache_clear()
     one_row_cut.cache_clear()
     assert one_row_cut(6144, 4096, False, CPU) == OneRow(2, 1024, 2)
-    assert split_matmul._tiles_for(8, 4096, 1024, CPU) == default_tiles(8, 4096, 1024, 132) is not None
+    assert split_matmul._tiles_for(8, 4096, 1024, False, CPU) == default_tiles(8, 4096, 1024, 132) is not None
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,8 @@ def test_split_matmul(num_rows: int, shape: tuple[int, int]) -> None:
     cuts = Tiles(rows, 64, 128, 4, 4, 4), Tiles(rows, 64, 64, 3, 4), Tiles(128, 64, 64, 3, 8, 2), LIBRARY_HALVES
     for tiles in cuts:
         checks.check_split_matmul(num_rows, *shape, tiles, device="cuda", dtype=torch.bfloat16)
+    for tiles in (Tiles(rows, 64, 128, 4, 4), Tiles(rows, 128, 64, 4, 8), Tiles(128, 128, 64, 4, 8)):
+        checks.check_split_matmul(num_rows, *shape, tiles, device="cuda", dtype=torch.bfloat16, gated=True)
 
 
 def test_public_functions_run_the_kernels_and_can_be_captured() -> None:

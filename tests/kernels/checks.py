@@ -526,15 +526,22 @@ def check_one_row_matmul(
 
 
 def check_split_matmul(
-    num_rows: int, size_in: int, size_out: int, tiles: Tiles, *, device: str, dtype: torch.dtype
+    num_rows: int,
+    size_in: int,
+    size_out: int,
+    tiles: Tiles,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    gated: bool = False,
 ) -> None:
     torch.manual_seed(0)
     x = randn(num_rows, size_in, device=device, dtype=dtype)
     weight = randn(size_out, size_in, device=device, dtype=dtype) * size_in**-0.5
-    y = _split_matmul_gpu(x, weight, tiles)
+    y = _split_matmul_gpu(x, weight, tiles, gated=gated)
     # Parts are float32 sums of products that float32 holds exactly, if dtype is a 16-bit one.
     tolerance = 1e-5 if tiles.splits > 1 else TOLERANCE[dtype]
-    assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits), tolerance)
+    assert_close(y, split_matmul_reference(x.double(), weight.double(), tiles.splits, gated=gated), tolerance)
 
 
 def check_prepare_decode(num_rows: int, num_columns: int, block_size: int, device: str) -> None:

@@ -5,6 +5,7 @@ heads a KV head and blocks of 16 tokens. It prints a line of JSON for each kerne
 whether it waits for the kernel before it, and only then lets the next one start (see backend.overlap).
 """
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -112,6 +113,8 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
         assert tiles is not None
         if tiles.fit(backend.gpu(x.device).shared_bytes):
             split_matmul._split_matmul_gpu(matrix[:num_rows], matrix, tiles)
+            unsplit = dataclasses.replace(tiles, splits=1)
+            split_matmul._split_matmul_gpu(matrix[:num_rows], matrix, unsplit, gated=True)
     cpu, word = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
     for num_ranks, two_shot in ((2, False), (8, False), (8, True)):
         peers = all_reduce.PeerMemory.of(1, [0] * num_ranks, word, 2**24, cpu)

@@ -199,10 +199,13 @@ def test_one_row_matmul(norm: bool, gated: bool, residual: bool, size_in: int, s
         (20, Tiles(32, 64, 64, 3, 4)),
         (70, Tiles(64, 64, 128, 3, 4, 2)),
         (130, Tiles(128, 64, 64, 3, 4, 2)),
+        (130, Tiles(128, 64, 64, 3, 4)),
     ],
 )
 def test_split_matmul(num_rows: int, tiles: Tiles) -> None:
     checks.check_split_matmul(num_rows, 512, 128, tiles, **ON_CPU)
+    if tiles.suit(128, 512, gated=True):
+        checks.check_split_matmul(num_rows, 512, 128, tiles, gated=True, **ON_CPU)
 
 
 @pytest.mark.parametrize(("num_rows", "num_columns", "block_size"), [(1, 1, 16), (5, 3, 1), (9, 300, 64)])
