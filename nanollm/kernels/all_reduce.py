@@ -238,46 +238,51 @@ def _two_shot_kernel(
         gdc_wait()
     turn = tl.load(turns + first, volatile=True)
     buffer = turn.to(tl.int64) * capacity
-    num_groups = tl.cdiv(num_rows, SIZE)
-    for group in range(first, num_groups, step):
-        in_slot = group * stride + column
-        for owner in tl.static_range(SIZE):
-            if owner != rank:
-                row = group * SIZE + owner
-                there = inside & (row < num_rows)
-                bits = _load_sendable(x_ZTD, row * stride + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
-                _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
     _next_turn(turns, turn, WORDS)
-    for group in range(first, num_groups, step):
-        row = group * SIZE + rank
-        start = row * stride
-        there = inside & (row < num_rows)
-        in_slot = group * stride + column
-        own = _load_sendable(x_ZTD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
-        residual = tl.load(residual_TD + start + column, mask=there & ADD, other=0.0)
-        total = tl.zeros([TILE], tl.float32)
-        for peer in tl.static_range(SIZE):
-            if peer == rank:
-                bits = own
-            else:
-                bits = _receive(mine + buffer + peer * slot, in_slot, there, base[SIZE], LANE, SENTINEL)
-            total += bits.to(dtype, bitcast=True).to(tl.float32)
-        rounded = _sendable(total.to(dtype), LANE, SENTINEL)
-        for peer in tl.static_range(SIZE):
-            if peer != rank:
-                _send(base[peer] + buffer + SIZE * slot, start + column, rounded, there)
-        if row < num_rows:
-            total = rounded.to(dtype, bitcast=True).to(tl.float32)
-            _finish(y_TD, sum_TD, residual, weight, start, total, column, there, size, eps, NORM)
-    for group in range(first, num_groups, step):
-        for owner in tl.static_range(SIZE):
-            row = group * SIZE + owner
-            if (owner != rank) & (row < num_rows):
-                start = row * stride
-                residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)
-                bits = _receive(mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL)
-                total = bits.to(dtype, bitcast=True).to(tl.float32)
-                _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
+    num_groups = tl.cdiv(num_rows, SIZE)
+    # Each round sends the shares of one group, sums the group before, and takes the sums of the one before that: so
+    # the links are busy throughout. Of a few rows, each program has one group, and takes three rounds for it.
+    for ahead in range(first, num_groups + 2 * step, step):
+        if ahead < num_groups:
+            in_slot = ahead * stride + column
+            for owner in tl.static_range(SIZE):
+                if owner != rank:
+                    row = ahead * SIZE + owner
+                    there = inside & (row < num_rows)
+                    bits = _load_sendable(x_ZTD, row * stride + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
+                    _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
+        group = ahead - step
+        if (group >= 0) & (group < num_groups):
+            row = group * SIZE + rank
+            start = row * stride
+            there = inside & (row < num_rows)
+            in_slot = group * stride + column
+            own = _load_sendable(x_ZTD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
+            residual = tl.load(residual_TD + start + column, mask=there & ADD, other=0.0)
+            total = tl.zeros([TILE], tl.float32)
+            for peer in tl.static_range(SIZE):
+                if peer == rank:
+                    bits = own
+                else:
+                    bits = _receive(mine + buffer + peer * slot, in_slot, there, base[SIZE], LANE, SENTINEL)
+                total += bits.to(dtype, bitcast=True).to(tl.float32)
+            rounded = _sendable(total.to(dtype), LANE, SENTINEL)
+            for peer in tl.static_range(SIZE):
+                if peer != rank:
+                    _send(base[peer] + buffer + SIZE * slot, start + column, rounded, there)
+            if row < num_rows:
+                total = rounded.to(dtype, bitcast=True).to(tl.float32)
+                _finish(y_TD, sum_TD, residual, weight, start, total, column, there, size, eps, NORM)
+        group = ahead - 2 * step
+        if group >= 0:
+            for owner in tl.static_range(SIZE):
+                row = group * SIZE + owner
+                if (owner != rank) & (row < num_rows):
+                    start = row * stride
+                    residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)
+                    bits = _receive(mine + buffer + SIZE * slot, start + column, inside, base[SIZE], LANE, SENTINEL)
+                    total = bits.to(dtype, bitcast=True).to(tl.float32)
+                    _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"], do_not_specialize_on_alignment=["out_S", "value_S", "id_S"])
