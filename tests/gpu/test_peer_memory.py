@@ -142,7 +142,9 @@ def test_many_random_calls_with_ranks_that_are_late(
         if call.kind == "two_shot" and num_ranks == 8 and call.size == 8192:
             continue  # takes long to compile
         inputs = peers.Inputs.of(call, num_ranks, "cuda")
-        kind = (call.kind, call.size, call.add, call.norm)
+        # All that kernels are compiled for: which ranks have parts, how many warps, parts 16 values apart or not.
+        variant = (seed % 3, call.num_rows <= 8, call.num_rows * call.size % 16 == 0)
+        kind = (call.kind, call.size, call.add, call.norm, *variant)
         if kind not in loaded:
             group.load(call, inputs)
             loaded.add(kind)
