@@ -248,8 +248,8 @@ def _two_shot_kernel(
             for owner in tl.static_range(SIZE):
                 if owner != rank:
                     row = ahead * SIZE + owner
-                    there = inside & (row < num_rows)
-                    bits = _load_sendable(x_ZTD, row * stride + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
+                    start, there = row * stride, inside & (row < num_rows)
+                    bits = _load_sendable(x_ZTD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
                     _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
         group = ahead - step
         if (group >= 0) & (group < num_groups):
