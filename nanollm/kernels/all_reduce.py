@@ -18,9 +18,10 @@ the device, so graphs can be replayed between eager calls.
 All ranks run the same machine code, add in the order of ranks, and so get the same bits.
 
 The rules: all ranks make the same calls in the same order, on one stream each. A program that polls holds its place on
-the GPU, so a grid has no more programs than fit at once; they start in order and send before they wait, so the first
-that isn't done always goes on. Where ranks share a GPU in one process, load every kernel before the first poll: loading
-waits for what runs. Ranks of their own processes can't block each other so: what is polled for was sent, or will be.
+the GPU, so a grid has no more programs than fit at once. They start in order, those of one number have the same rows on
+all ranks, and send before they wait for what others send as early: so the first that isn't done always goes on. Where
+ranks share a GPU in one process, load every kernel before the first poll: loading waits for what runs. Ranks of their
+own processes can't block each other so: what is polled for was sent, or will be.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -252,27 +253,25 @@ def _two_shot_kernel(
                     bits = _load_sendable(x_ZTD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
                     _send(base[owner] + buffer + rank * slot, in_slot, bits, there)
         group = ahead - step
-        if (group >= 0) & (group < num_groups):
-            row = group * SIZE + rank
+        row = group * SIZE + rank
+        if (group >= 0) & (row < num_rows):
             start = row * stride
-            there = inside & (row < num_rows)
             in_slot = group * stride + column
-            own = _load_sendable(x_ZTD, start + column, there, part_stride, PARTS, dtype, LANE, SENTINEL)
-            residual = tl.load(residual_TD + start + column, mask=there & ADD, other=0.0)
+            own = _load_sendable(x_ZTD, start + column, inside, part_stride, PARTS, dtype, LANE, SENTINEL)
+            residual = tl.load(residual_TD + start + column, mask=inside & ADD, other=0.0)
             total = tl.zeros([TILE], tl.float32)
             for peer in tl.static_range(SIZE):
                 if peer == rank:
                     bits = own
                 else:
-                    bits = _receive(mine + buffer + peer * slot, in_slot, there, base[SIZE], LANE, SENTINEL)
+                    bits = _receive(mine + buffer + peer * slot, in_slot, inside, base[SIZE], LANE, SENTINEL)
                 total += bits.to(dtype, bitcast=True).to(tl.float32)
             rounded = _sendable(total.to(dtype), LANE, SENTINEL)
             for peer in tl.static_range(SIZE):
                 if peer != rank:
-                    _send(base[peer] + buffer + SIZE * slot, start + column, rounded, there)
-            if row < num_rows:
-                total = rounded.to(dtype, bitcast=True).to(tl.float32)
-                _finish(y_TD, sum_TD, residual, weight, start, total, column, there, size, eps, NORM)
+                    _send(base[peer] + buffer + SIZE * slot, start + column, rounded, inside)
+            total = rounded.to(dtype, bitcast=True).to(tl.float32)
+            _finish(y_TD, sum_TD, residual, weight, start, total, column, inside, size, eps, NORM)
         group = ahead - 2 * step
         if group >= 0:
             for owner in tl.static_range(SIZE):

@@ -50,7 +50,7 @@ class Tiles:
     splits: int = 1
 
     def suit(self, size_out: int, size_in: int, *, gated: bool = False) -> bool:
-        if gated and (not self.rows or self.splits > 1):
+        if gated and self.splits > 1:
             return False
         if not self.rows:
             return HAS_FLOAT32_BMM and size_in % (self.splits * 64) == 0
@@ -190,6 +190,7 @@ def split_matmul(x_MD: Tensor, weight_OD: Tensor, tiles: Tiles, *, gated: bool =
     gated: W is gate's rows, then up's, and y is SiLU(gate) * up, [M, O / 2].
     Floor on a GPU: one read of W.
     """
+    assert not gated or tiles.splits == 1, "SiLU needs whole sums"
     if not runs_triton(x_MD):
         return split_matmul_reference(x_MD, weight_OD, tiles.splits, gated=gated)
     return _split_matmul_gpu(x_MD, weight_OD, tiles, gated=gated)

@@ -95,11 +95,15 @@ CPU = torch.device("cpu")
 
 
 def test_a_measured_shape_is_cut_as_the_table_says(table: Path) -> None:
-    table.write_text('{"4096x1024": {"1": [2, 512, 1], "8": [16, 64, 256, 3, 4, 2], "16": null}}')
+    gated = '"8": [16, 128, 128, 4, 8, 1], "16": [16, 64, 256, 3, 4, 2]'  # only one of which can be gate's and up's
+    found = '"1": [2, 512, 1], "8": [16, 64, 256, 3, 4, 2], "16": null'
+    table.write_text(f'{{"4096x1024": {{{found}}}, "4096x1024 gated": {{{gated}}}}}')
     assert one_row_cut(4096, 1024, False, CPU) == OneRow(2, 512, 1)
     assert split_matmul._tiles_for(7, 4096, 1024, False, CPU) == Tiles(16, 64, 256, 3, 4, 2)
     assert split_matmul._tiles_for(9, 4096, 1024, False, CPU) is None
-    assert split_matmul._tiles_for(7, 4096, 1024, True, CPU) is None, "gate and up have entries of their own"
+    assert split_matmul._tiles_for(7, 4096, 1024, True, CPU) == Tiles(16, 128, 128, 4, 8, 1)
+    assert split_matmul._tiles_for(9, 4096, 1024, True, CPU) is None
+    assert split_matmul._tiles_for(32, 4096, 1024, True, CPU) is None
 
 
 def test_rows_that_were_not_measured_follow_the_rule(table: Path) -> None:
