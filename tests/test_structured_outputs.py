@@ -404,6 +404,11 @@ def nested(levels: int) -> dict[str, Any]:
         ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
         ({}, "got none"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex may have 65536 characters, got 65537"),
+        *(({kind: "\ud800"}, f"{kind} has half a surrogate pair at character 0")
+          for kind in ("json", "regex", "choice", "grammar")),
+        *(({"json": schema}, r"json: has half a surrogate pair, '\\ud800'")
+          for schema in (r'{"properties": {"\ud800": {"not": {}}}}', {"enum": ["\ud800"]})),
+        ({"regex": r"a\ud83d\ude00"}, r"regex: it has \\ud83d, half a surrogate pair"),
         ({"regexp": "a"}, "has no field 'regexp'"),
         ({"regex": 5}, "regex must be a string, got 5"),
         ("a", "must be StructuredOutputsParams"),

@@ -80,6 +80,9 @@ def prepare_schema(text: str) -> str:
     """The schema as xgrammar keeps to it. ValueError says where it is wrong, or not supported, and what to do."""
     try:
         schema = json.loads(text)
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has half a surrogate pair, {error.object[error.start]!a}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
     return json.dumps(_prepare(schema, schema, "the schema", 0))
@@ -355,6 +358,8 @@ def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
             token = f"[{token}]"
         if len(token) > 1 and token[0] == "[":
             token = _written_out(token, at, in_json)
+        elif 0xD800 <= (_code(token) or 0) < 0xE000:
+            raise ValueError(f"{at} has {token}, half a surrogate pair: {pattern!r:.100}")
         elif in_json and _is_barred(token):
             raise ValueError(f"{at} has {token}, which JSON escapes and so can't be matched: {pattern!r:.100}")
         prepared.append(token)
