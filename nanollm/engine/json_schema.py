@@ -103,7 +103,7 @@ def check_form(schema: Any, at: str) -> None:
             raise ValueError(f"{at} has type {part['type']!r:.100}: known are {', '.join(_TYPES)}")
         if isinstance(pattern := part.get("pattern"), str):
             try:  # what Python spells in another way made its own
-                re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\[pP]\{.*?\}", "x", pattern)))
+                re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\[pP]\{[^{}]*\}", "x", pattern)))
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{at} has pattern {pattern!r:.100}: {error}") from None
         left.extend(value for name, value in part.items() if name not in ("const", "enum", "default", "examples"))

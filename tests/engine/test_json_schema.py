@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -216,6 +217,10 @@ def test_schemas_that_are_only_shown_may_have_any_keyword_but_no_unknown_type() 
         "properties": {"type": {"enum": [{"type": "x"}]}, "p": {"pattern": r"(?<y>\p{L})(?<=a)(?<!b)"}},
     }
     check_form([fine, {"not": {}, "default": {"type": "x"}}], "it")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="it has pattern"):
+        check_form({"pattern": r"\p{" * 20_000}, "it")
+    assert time.monotonic() - start < 1
     for bad in ({"type": "stsring"}, {"items": [{"type": ["string", "x"]}]}, {"pattern": "(("}):
         with pytest.raises(ValueError, match=r"it has (type|pattern)"):
             check_form({"properties": {"a": bad}}, "it")

@@ -148,6 +148,7 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
         ({"tools": [5]}, r"tools\[0\] must be"),
         (tool({"properties": {"a": {"type": "stsring"}}}), r"tools\[0\].function.parameters has type 'stsring'"),
         (tool({"properties": {"a": {"items": {"pattern": "^(()"}}}}), r"tools\[0\].function.parameters has pattern"),
+        (tool({"description": "a" * 65536}), "function.parameters may have 65536 characters, got 65555"),
         (tool({"properties": {"a": {"not": {}}}}) | {"tool_choice": CHOICE}, "json: the schema.properties.a.not"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
@@ -155,6 +156,18 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
 )
 def test_bad_chat_settings(server: ServerProcess, field: dict[str, Any], message: str) -> None:
     assert re.search(message, refused(server.post("/v1/chat/completions", {"messages": HI, **field})))
+
+
+def test_tools_that_take_long_hold_nobody_up(server: ServerProcess) -> None:
+    patterns = ["(", "[\u0100-\uffff]" * 700]
+    asked = {"messages": HI, **tool({"anyOf": [{"pattern": pattern} for pattern in patterns]})}
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", asked)))
+    waiting.start()
+    time.sleep(0.2)
+    assert server.get("/health").status_code == 200 and not answers
+    waiting.join()
+    assert "parameters has pattern" in refused(answers[0])
 
 
 @pytest.mark.parametrize(
