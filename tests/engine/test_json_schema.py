@@ -164,6 +164,22 @@ def test_one_of_several_that_a_property_tells_apart_may_be_references() -> None:
         prepare_schema(json.dumps(schema))
 
 
+def test_one_of_many_is_told_apart_in_no_time_or_refused() -> None:
+    def kinds(count: int) -> list[dict[str, Any]]:
+        return [an_object("kind", properties={"kind": {"enum": [i, f"{i}"]}}) for i in range(count)]
+
+    start = time.monotonic()
+    values = [{"const": [i]} if i % 2 else {"enum": [i, f"{i}"]} for i in range(2500)]
+    prepare_schema(json.dumps({"oneOf": values}))
+    prepare_schema(json.dumps({"oneOf": [*kinds(100), *values, {"const": None}]}))
+    for last in ({"const": [1.0]}, {"enum": ["new", 0.0]}, INTEGER, {"type": "array"}):
+        with pytest.raises(ValueError, match="one value may fit both of: use anyOf"):
+            prepare_schema(json.dumps({"oneOf": [*values, last]}))
+    with pytest.raises(ValueError, match="oneOf has 600 schemas, which is too much to compare: use anyOf"):
+        prepare_schema(json.dumps({"oneOf": kinds(600)}))
+    assert time.monotonic() - start < 2
+
+
 BROKEN = [b"\xed\xa0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\xff", b"\x80"]
 
 
