@@ -74,6 +74,7 @@ _JSON_ASCII = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E)]  # what a JSON string m
 # Gaps where UTF-8 gets longer: xgrammar would let the longer forms of shorter ones into a range across.
 _BEYOND_ASCII = [(0x80, 0x7FE), (0x800, 0xD7FF), (0xE000, 0xFFFE), (0x10000, 0x10FFFF)]
 _MAX_NUMBER = 2**53  # beyond, a float64 is not exact
+_MAX_MULTIPLE = 1024  # beyond, xgrammar lets any integer through
 _MAX_COMPARED = 2**20  # pairs of a oneOf's schemas, and their values: half a second
 
 
@@ -201,7 +202,8 @@ def _prepare_values(schema: dict[str, Any], at: str) -> None:
     if "multipleOf" in schema:
         if "number" in types or any(name in schema for name in _BOUNDS):
             raise ValueError(f"{at}.multipleOf is supported for type integer without bounds only")
-        _need(schema, "multipleOf", int, "an integer", at)
+        if not 1 <= _need(schema, "multipleOf", int, "an integer", at) <= _MAX_MULTIPLE:
+            raise ValueError(f"{at}.multipleOf must be from 1 to {_MAX_MULTIPLE}, got {schema['multipleOf']}")
     if "number" in types:
         _check_bounds(schema, at)
     if "string" in types:

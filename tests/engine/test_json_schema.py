@@ -62,6 +62,9 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties may have one pattern"),
     ({"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, "minProperties is supported for known"),
     ({"type": "integer", "minimum": 6, "multipleOf": 5}, "multipleOf is supported for type integer without bounds"),
+    ({"type": ["integer", "null"], "exclusiveMaximum": 6, "multipleOf": 5}, "multipleOf is .* integer without bounds"),
+    *(({"type": "integer", "multipleOf": step}, f"multipleOf must be from 1 to 1024, got {step}")
+      for step in (1025, 5000, 2**70, 0, -5)),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf is supported for type integer"),
     ({"type": "integer", "multipleOf": 1.5}, "multipleOf must be an integer"),
     ({"type": "number", "minimum": 1e-7}, "minimum must be a number of at most 6 decimals, got 1e-07"),
@@ -149,6 +152,14 @@ KEPT: list[tuple[dict[str, Any], list[str], list[str]]] = [
 def test_what_is_kept_to(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
     assert accepted(schema, good + bad) == good
     assert all(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)) for text in good)
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 97, 768, 1023, 1024])
+def test_multiples_are_told_by_all_their_digits(step: int) -> None:
+    matches = _COMPILER.compile_grammar(parse({"type": "integer", "multipleOf": step}))
+    for number in [*range(-100, 100), *(step * i + j for i in (10, 999, 10**9 + 1) for j in range(-3, 4))]:
+        matcher = xgrammar.GrammarMatcher(matches)
+        assert (matcher.accept_string(str(number)) and matcher.is_completed()) == (number % step == 0), number
 
 
 def test_one_of_several_that_a_property_tells_apart_may_be_references() -> None:
