@@ -29,7 +29,7 @@ from nanollm.runtime.ranks import EngineDeadError, check_ranks, follow_torchrun,
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.chat import render_chat
 from nanollm.text.output_processor import OutputProcessor
-from nanollm.text.prompts import BYTES, Prompt, default_params, need_tokenizer, prepare_prompt
+from nanollm.text.prompts import BYTES, Prompt, default_params, need_tokenizer, prepare_params, prepare_prompt
 from nanollm.text.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
@@ -365,13 +365,14 @@ class LLM:
 
     def _prepare_one(self, prompt: Prompt, params: SamplingParams, index: int, all_logits: bool) -> _Request:
         try:
-            prepared = prepare_prompt(self.tokenizer, prompt, params)
+            checked = prepare_params(self.tokenizer, params)
+            prepared = prepare_prompt(self.tokenizer, prompt)
             sequences = self._engine.make_sequences(
                 prepared.token_ids,
-                prepared.params,
+                checked.params,
                 all_logits=all_logits,
                 cache_salt=prepared.cache_salt,
-                bad_words=prepared.bad_words,
+                bad_words=checked.bad_words,
             )
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
