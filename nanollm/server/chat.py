@@ -221,8 +221,8 @@ def _token_logprob(token_id: int, logprobs: dict[int, Logprob], num_top: int) ->
 
 
 def _top_logprob(logprob: Logprob) -> TopLogprob:
-    token = logprob.decoded_token or ""
-    return TopLogprob(token, max(logprob.logprob, LOWEST_LOGPROB), list(token.encode()))
+    data = None if logprob.token_bytes is None else list(logprob.token_bytes)
+    return TopLogprob(logprob.decoded_token or "", max(logprob.logprob, LOWEST_LOGPROB), data)
 
 
 @dataclass
