@@ -237,6 +237,16 @@ def test_reasoning_comes_apart(client: openai.OpenAI, opened: bool) -> None:
     assert "".join(delta.content or "" for delta in deltas) == message.content
 
 
+@pytest.mark.parametrize("without_none", [False, True])
+def test_an_answer_that_was_cut_off_in_its_reasoning_is_taken_back(client: openai.OpenAI, without_none: bool) -> None:
+    extra = {"chat_template_kwargs": {"thinking": True}}
+    asked: Any = {"model": "smollm2", "max_tokens": 3, "extra_body": extra}
+    message: Any = client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
+    assert message.content is None and message.reasoning_content
+    history = [*MESSAGES, message.model_dump(exclude_none=without_none), {"role": "user", "content": "Go on."}]
+    assert client.chat.completions.create(**asked, messages=history).choices
+
+
 TEXTS = [
     "Γειά σου Κόσμε", "Привет, мир", "שלום עולם", "مرحبا بالعالم", "नमस्ते दुनिया", "হ্যালো বিশ্ব", "வணக்கம்", "హలో",
     "ಹಲೋ", "ഹലോ", "สวัสดี", "ພາສາລາວ", "မြန်မာ", "ქართული", "Հայերեն", "አማርኛ", "ខ្មែរ", "한국어", "日本語のテキスト",
