@@ -1,6 +1,5 @@
 """What all paths share: one engine, its name, its metrics."""
 
-import asyncio
 import ctypes
 import re
 import secrets
@@ -87,16 +86,12 @@ class Service:
                 tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables or {}
             )
             text += suffix(text)
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False)
+            return text, encode_prompt(tokenizer, text, add_special_tokens=False, most=self.engine.max_model_len)
 
         try:
-            return await self.in_text_thread(_in_time, encode, TEMPLATE_SECONDS)
+            return await self.engine.in_text_thread(_in_time, encode, TEMPLATE_SECONDS)
         except _TookTooLong:
             raise ApiError(400, f"the chat template took longer than {TEMPLATE_SECONDS:g} s") from None
-
-    async def in_text_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call it where long texts hold nobody up."""
-        return await asyncio.get_running_loop().run_in_executor(self.engine.text_thread, function, *arguments)
 
 
 class _TookTooLong(BaseException):
