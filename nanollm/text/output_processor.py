@@ -127,11 +127,13 @@ class _Request:
     def logprobs(self, token_id: int, found: TokenLogprobs, is_first: bool = False) -> dict[int, Logprob]:
         """A token's log probability and those of the likeliest, in this order. is_first: of the answer."""
         pieces = self.pieces
-        spelled = None if pieces is None else pieces.spelled_first if is_first else pieces.spelled
-        logprobs = {token_id: Logprob(found.logprob, found.rank, *() if spelled is None else spelled[token_id])}
+        spelled = _NOT_SPELLED if pieces is None else pieces.spelled_first if is_first else pieces.spelled
+        text, data = spelled[token_id]
+        logprobs = {token_id: Logprob(found.logprob, found.rank, text, data)}
         for rank, (each, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
             if each != token_id:
-                logprobs[each] = Logprob(logprob, rank, *() if spelled is None else spelled[each])
+                text, data = spelled[each]
+                logprobs[each] = Logprob(logprob, rank, text, data)
         return logprobs
 
 
@@ -308,7 +310,7 @@ class TokenPieces(dict[int, bytes | None]):
             self._settings["spaces_between_special_tokens"] = spaces_between_special_tokens
         self.byte_level = False
         self.whole: dict[int, str] = {}
-        self.spelled, self.spelled_first = _Spelled(self, is_first=False), _Spelled(self, is_first=True)
+        self.spelled, self.spelled_first = _Spelled(self), _Spelled(self, is_first=True)
         special = set(tokenizer.all_special_tokens)
         if tokenizer.is_fast:
             from tokenizers import decoders
@@ -334,17 +336,19 @@ class TokenPieces(dict[int, bytes | None]):
         return str(self.tokenizer.decode(token_ids, **self._settings))
 
 
-class _Spelled(dict[int, tuple[str, bytes | None]]):
+class _Spelled(dict[int, tuple[str | None, bytes | None]]):
     """Token id -> (its text, the bytes that it adds to a text), filled as ids are met. No bytes if it leaves no trace.
 
-    is_first: it begins the text, where SentencePiece drops a space.
+    pieces: None for neither. is_first: it begins the text, where SentencePiece drops a space.
     """
 
-    def __init__(self, pieces: TokenPieces, *, is_first: bool) -> None:
+    def __init__(self, pieces: TokenPieces | None, *, is_first: bool = False) -> None:
         self._pieces, self._is_first = pieces, is_first
 
-    def __missing__(self, token_id: int) -> tuple[str, bytes | None]:
+    def __missing__(self, token_id: int) -> tuple[str | None, bytes | None]:
         pieces = self._pieces
+        if pieces is None:
+            return None, None
         if (piece := pieces[token_id]) is None:
             text = str(pieces.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
         else:
@@ -356,6 +360,9 @@ class _Spelled(dict[int, tuple[str, bytes | None]]):
             text = piece.decode("utf-8", "replace")
         self[token_id] = text, piece
         return text, piece
+
+
+_NOT_SPELLED = _Spelled(None)
 
 
 def _byte_alphabet() -> dict[str, int]:
