@@ -81,12 +81,15 @@ def unpack_outputs(packed: bytes | bytearray) -> list[EngineOutput]:
 class Logprob(msgspec.Struct, gc=False):
     """A token's log probability, its rank among all tokens (1 is the likeliest) and its text. Names are vLLM's.
 
+    token_bytes: what it adds to the text, maybe a part of a character; None for nothing, as special tokens do.
+
     There may be millions; garbage collection, which would take tenths of a second, needn't look at them.
     """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
 
 
 @dataclass

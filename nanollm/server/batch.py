@@ -8,7 +8,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +181,23 @@ class BatchOutput:
 
     def write(self, line: AnsweredLine) -> None:
         """It is the system's to keep, once this returns: no end of this process loses it."""
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        with self._errors_named():
+            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """Others may write it then."""
-        self._file.close()
+        """Others may write it then. What could not be written is tried again."""
+        with self._errors_named():
+            self._file.close()
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{self._path} can't be written ({error.strerror}): mend that, and the same command goes on from there"
+            ) from error
 
 
 def run_batch(model: str, engine_args: dict[str, Any], input_path: Path, output_path: Path, model_name: str) -> int:
@@ -206,8 +217,8 @@ def run_batch(model: str, engine_args: dict[str, Any], input_path: Path, output_
         if lines.num_answered < len(lines):
             uvloop.run(_run(model, engine_args, model_name, lines, output))
     finally:
-        output.close()
         print(f"{output_path}: {lines.num_answered} of {len(lines)} lines are answered", file=sys.stderr)
+        output.close()
     return int(lines.num_answered < len(lines))
 
 

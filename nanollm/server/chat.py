@@ -160,7 +160,8 @@ def _as_template_message(i: int, message: Any) -> Any:
     """The message with its calls' arguments as objects, which is how templates know them."""
     if not isinstance(message, dict):
         return message  # render_chat says what is wrong
-    if message.get("content") is None and not (message.get("role") == "assistant" and message.get("tool_calls")):
+    others = message.get("tool_calls") or message.get("reasoning_content")  # an answer may have these alone
+    if message.get("content") is None and not (message.get("role") == "assistant" and others):
         raise ApiError(400, f"messages[{i}]: content is missing")
     if not (calls := message.get("tool_calls")):
         return message
@@ -225,8 +226,8 @@ def _token_logprob(token_id: int, logprobs: dict[int, Logprob], num_top: int) ->
 
 
 def _top_logprob(logprob: Logprob) -> TopLogprob:
-    token = logprob.decoded_token or ""
-    return TopLogprob(token, max(logprob.logprob, LOWEST_LOGPROB), list(token.encode()))
+    data = None if logprob.token_bytes is None else list(logprob.token_bytes)
+    return TopLogprob(logprob.decoded_token or "", max(logprob.logprob, LOWEST_LOGPROB), data)
 
 
 @dataclass

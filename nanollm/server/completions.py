@@ -1,9 +1,10 @@
 """POST /v1/completions: prompts continued, as OpenAI's legacy API has it."""
 
+import codecs
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,12 @@ from nanollm.server.errors import ApiError
 from nanollm.server.http import EventStream, read_json, until_disconnect
 from nanollm.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from nanollm.server.service import Service
+from nanollm.text.output_processor import TokenPieces
 from nanollm.text.prompts import Prompt, need_tokenizer
 from nanollm.text.tokenizer import encode_prompt
 
 _Token = tuple[int, dict[int, Logprob] | None]  # and its log probabilities
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 LOWEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON doesn't have
 
 
@@ -60,6 +63,16 @@ async def _as_prompt(service: Service, asked: CompletionRequest, prompt: str | l
 
 
 @dataclass
+class _Told:
+    """What of a choice was told. offset: where the next token's text begins; decoder: of the tokens' bytes."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+    offset: int = 0
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _Utf8Decoder("replace"))
+
+
+@dataclass
 class _Writer:
     """Turns engine outputs into one request's response."""
 
@@ -77,14 +90,14 @@ class _Writer:
                 found[index] = output
         finished = [output for output in found if output is not None]
         choices = [
-            self._choice(index, output, completion, 0, 0)
+            self._choice(index, output, completion, _Told())
             for index, output in enumerate(finished)
             for completion in output.outputs
         ]
         return msgspec.json.encode(self._response(choices, Usage.of(finished)))
 
     async def events(self, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
-        sent: dict[tuple[int, int], tuple[int, int]] = {}  # characters and tokens of each choice
+        told: dict[tuple[int, int], _Told] = {}
         finished: list[RequestOutput] = []
         done: set[tuple[int, int]] = set()
         async with aclosing(outputs):
@@ -93,13 +106,11 @@ class _Writer:
                     key = index, completion.index
                     if key in done:
                         continue
-                    num_chars, num_tokens = sent.get(key, (0, 0))
                     if completion.finish_reason is not None:
                         done.add(key)
-                    elif key in sent and len(completion.text) == num_chars:
+                    elif key in told and len(completion.text) == told[key].num_chars:
                         continue
-                    choice = self._choice(index, output, completion, num_chars, num_tokens)
-                    sent[key] = len(completion.text), len(completion.token_ids)
+                    choice = self._choice(index, output, completion, told.setdefault(key, _Told()))
                     yield self._event([choice], None)
                 if output.finished:
                     finished.append(output)
@@ -116,47 +127,61 @@ class _Writer:
     def _event(self, choices: list[CompletionChoice], usage: Usage | None) -> bytes:
         return b"data: " + msgspec.json.encode(self._response(choices, usage)) + b"\n\n"
 
-    def _choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput, num_chars: int, num_tokens: int
-    ) -> CompletionChoice:
-        """A continuation from this character and token on; with the prompt before it if that was asked for."""
-        text = "" if self.only_prompt else completion.text[num_chars:]
-        first = num_chars == num_tokens == 0
-        logprobs = None
-        if completion.logprobs is not None:
-            new: list[_Token] = (
-                [] if self.only_prompt else list(zip(completion.token_ids, completion.logprobs, strict=True))
-            )
-            logprobs = self._logprobs(new[num_tokens:], num_chars)
-        if self.asked.echo:
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput, told: _Told) -> CompletionChoice:
+        """What wasn't told yet of a continuation; with the prompt before it if that was asked for."""
+        text = "" if self.only_prompt else completion.text[told.num_chars :]
+        logprobs = None if completion.logprobs is None else CompletionLogprobs([], [], [], [])
+        if self.asked.echo and told.num_chars == told.num_tokens == 0:
             prompt = output.prompt if output.prompt is not None else self._text_of(output.prompt_token_ids)
-            if first:
-                text = prompt + text
-                if logprobs is not None:
-                    pairs = list(zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True))
-                    logprobs = self._logprobs([*pairs, *new], 0)
-            elif logprobs is not None:
-                logprobs.text_offset = [offset + len(prompt) for offset in logprobs.text_offset]
+            text = prompt + text
+            if logprobs is not None:
+                pairs = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+                self._extend(logprobs, pairs, told, in_prompt=True)
+                told.offset, told.decoder = len(prompt), _Utf8Decoder("replace")
+        if logprobs is not None and not self.only_prompt:
+            new = completion.token_ids[told.num_tokens :], (completion.logprobs or [])[told.num_tokens :]
+            self._extend(logprobs, zip(*new, strict=True), told)
+        told.num_chars, told.num_tokens = len(completion.text), len(completion.token_ids)
         return CompletionChoice(
             index * self.n + completion.index, text, logprobs, completion.finish_reason, completion.stop_reason
         )
 
-    def _logprobs(self, pairs: list[_Token], offset: int) -> CompletionLogprobs:
-        found = CompletionLogprobs([], [], [], [])
+    def _extend(
+        self, found: CompletionLogprobs, pairs: Iterable[_Token], told: _Told, *, in_prompt: bool = False
+    ) -> None:
+        """Add these tokens."""
         for token_id, logprobs in pairs:
-            known = None if logprobs is None else logprobs[token_id].decoded_token
-            token = self._text_of([token_id]) if known is None else known
-            found.text_offset.append(offset)
-            found.tokens.append(token)
-            found.token_logprobs.append(None if logprobs is None else max(logprobs[token_id].logprob, LOWEST_LOGPROB))
-            found.top_logprobs.append(
-                None
-                if logprobs is None
-                else {str(each.decoded_token): max(each.logprob, LOWEST_LOGPROB) for each in logprobs.values()}
-            )
-            offset += len(token)
-        return found
+            if logprobs is None:  # of a prompt's first token only the text is known
+                pieces = TokenPieces(need_tokenizer(self.service.engine.tokenizer, "echo"), False, True)
+                chosen = Logprob(0.0, None, *pieces.spelled_first[token_id])
+            else:
+                chosen = logprobs[token_id]
+            found.text_offset.append(told.offset)
+            found.tokens.append(_name(token_id, chosen))
+            found.token_logprobs.append(None if logprobs is None else max(chosen.logprob, LOWEST_LOGPROB))
+            found.top_logprobs.append(None if logprobs is None else _by_name(logprobs))
+            data = chosen.token_bytes
+            if data is None and in_prompt and chosen.decoded_token:  # a special token, which is in the prompt's text
+                data = chosen.decoded_token.encode()
+            told.offset += len(told.decoder.decode(data or b""))
 
     def _text_of(self, token_ids: list[int]) -> str:
         tokenizer = need_tokenizer(self.service.engine.tokenizer, "echo")
         return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+
+def _name(token_id: int, logprob: Logprob) -> str:
+    """The token's text; as OpenAI and vLLM have it, its bytes if they are no text, its id if nothing else is known."""
+    text, data = logprob.decoded_token, logprob.token_bytes
+    if text is None:
+        return f"token_id:{token_id}"
+    return text if data is None or data == text.encode() else f"bytes:{repr(data)[2:-1]}"
+
+
+def _by_name(logprobs: dict[int, Logprob]) -> dict[str, float]:
+    """Log probabilities by the tokens' names; by the id where the name is taken."""
+    found: dict[str, float] = {}
+    for token_id, logprob in logprobs.items():
+        name = _name(token_id, logprob)
+        found[f"token_id:{token_id}" if name in found else name] = max(logprob.logprob, LOWEST_LOGPROB)
+    return found

@@ -241,13 +241,13 @@ class Message(msgspec.Struct):
 class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(msgspec.Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 

@@ -4,9 +4,10 @@
 Whitespace next to a tag belongs to it. What can't be read as a call, or is cut off, stays content: nothing is lost.
 """
 
-import json
 import re
 from dataclasses import dataclass, field
+
+import msgspec
 
 _THINK, _END_THINK, _CALL, _END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
@@ -105,13 +106,16 @@ def _start_of_partial(text: str, tag: str) -> int:
     return len(text)
 
 
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")  # as they were written: a number may be larger than a float
+
+
 def _read_call(body: str) -> tuple[str, str] | None:
     try:
-        call = json.loads(body)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        # Not Python's json, which takes NaN and halves of surrogate pairs for JSON.
+        call = msgspec.json.decode(body, type=_Call)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or not isinstance(arguments, dict):
-        return None
-    # An escape of half a surrogate pair stays one: it can't be sent as a character.
-    return name, json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()
+    arguments = bytes(call.arguments).decode()
+    return (call.name, arguments) if re.fullmatch(r"[\w.-]+", call.name) and arguments.startswith("{") else None

@@ -60,7 +60,7 @@ def _checked(i: int, message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"messages[{i}]: role must be one of {', '.join(ROLES)}, got {role!r:.200}")
-    if "content" not in message and "tool_calls" not in message:
+    if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
         raise ValueError(f"messages[{i}] has no content")
     content = message.get("content")
     if isinstance(content, list):

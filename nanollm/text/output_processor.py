@@ -24,9 +24,8 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
         self._tokenizer = tokenizer
-        self._pieces: dict[tuple[bool, bool], _Pieces] = {}
+        self._pieces: dict[tuple[bool, bool], TokenPieces] = {}
         self._choices: dict[int, _Choice] = {}
-        self._texts = _Texts(tokenizer)
 
     def add(
         self,
@@ -50,10 +49,10 @@ class OutputProcessor:
                 raise ValueError(f"request_id {used} is in use by a request that has not finished")
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: use stop_token_ids, or load the model with its tokenizer")
-        texts = self._texts if params.detokenize and self._tokenizer is not None else None
-        request = _Request(external_id, prompt, prompt_token_ids, params, metrics, texts, stream, params.n)
+        pieces = self._pieces_for(params)
+        request = _Request(external_id, prompt, prompt_token_ids, params, metrics, pieces, stream, params.n)
         for index, choice_id in enumerate(ids):
-            choice = _Choice(request, index, self._detokenizer(params))
+            choice = _Choice(request, index, _detokenizer(pieces))
             request.choices.append(choice)
             self._choices[choice_id] = choice
 
@@ -84,38 +83,25 @@ class OutputProcessor:
                 changed[request] = None
         return [request.show() for request in changed], aborts
 
-    def _detokenizer(self, params: SamplingParams) -> "_Detokenizer | None":
+    def _pieces_for(self, params: SamplingParams) -> "TokenPieces | None":
         if not params.detokenize or self._tokenizer is None:
             return None
         settings = params.skip_special_tokens, params.spaces_between_special_tokens
         if settings not in self._pieces:
-            self._pieces[settings] = _Pieces(self._tokenizer, *settings)
-        pieces = self._pieces[settings]
-        return _ByteLevelDetokenizer(pieces) if pieces.byte_level else _WindowDetokenizer(pieces)
-
-
-class _Texts(dict[int, str]):
-    """Token id -> what it spells alone, for log probabilities; filled as ids are met."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> str:
-        assert self._tokenizer is not None
-        text = self[token_id] = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-        return text
+            self._pieces[settings] = TokenPieces(self._tokenizer, *settings)
+        return self._pieces[settings]
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A running request: its prompt, and its continuations. texts: of tokens; None for no text."""
+    """A running request: its prompt, and its continuations. pieces: None for no text."""
 
     external_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     metrics: RequestMetrics | None
-    texts: _Texts | None
+    pieces: "TokenPieces | None"
     stream: bool
     num_running: int  # of the continuations
     num_cached_tokens: int = 0
@@ -138,13 +124,16 @@ class _Request:
             self.prompt_logprobs,
         )
 
-    def logprobs(self, token_id: int, found: TokenLogprobs) -> dict[int, Logprob]:
-        """A token's log probability and those of the likeliest, in this order."""
-        texts = self.texts
-        logprobs = {token_id: Logprob(found.logprob, found.rank, None if texts is None else texts[token_id])}
+    def logprobs(self, token_id: int, found: TokenLogprobs, is_first: bool = False) -> dict[int, Logprob]:
+        """A token's log probability and those of the likeliest, in this order. is_first: of the answer."""
+        pieces = self.pieces
+        spelled = _NOT_SPELLED if pieces is None else pieces.spelled_first if is_first else pieces.spelled
+        text, data = spelled[token_id]
+        logprobs = {token_id: Logprob(found.logprob, found.rank, text, data)}
         for rank, (each, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
             if each != token_id:
-                logprobs[each] = Logprob(logprob, rank, None if texts is None else texts[each])
+                text, data = spelled[each]
+                logprobs[each] = Logprob(logprob, rank, text, data)
         return logprobs
 
 
@@ -162,6 +151,7 @@ class _Choice:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    is_empty: bool = True  # no token of self.logprobs left a trace
     first_char_of_stop: re.Pattern[str] | None = None
 
     def __post_init__(self) -> None:
@@ -192,7 +182,8 @@ class _Choice:
         if self.logprobs is not None:
             new_token_ids = self.token_ids[len(self.logprobs) :]
             for token_id, found in zip(new_token_ids, output.logprobs, strict=False):
-                self.logprobs.append(request.logprobs(token_id, found))
+                self.logprobs.append(request.logprobs(token_id, found, self.is_empty))
+                self.is_empty &= self.logprobs[-1][token_id].token_bytes is None
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + found.logprob
 
     def completion(self) -> CompletionOutput:
@@ -302,11 +293,12 @@ class _CompletionSoFar(CompletionOutput):
         return None if self._growing_logprobs is None else self._growing_logprobs[: self._count]
 
 
-class _Pieces(dict[int, bytes | None]):
+class TokenPieces(dict[int, bytes | None]):
     """Token id -> its bytes, filled as ids are met; None for ids that leave no trace (skipped, or past the vocabulary).
 
     byte_level: whether a token's text is its bytes and nothing else, so that decoding is joining.
     whole: the text of ids that begin and end with a character, if byte_level; filled likewise.
+    spelled: of each id, for log probabilities; spelled_first if it is a text's first.
     """
 
     def __init__(
@@ -318,6 +310,7 @@ class _Pieces(dict[int, bytes | None]):
             self._settings["spaces_between_special_tokens"] = spaces_between_special_tokens
         self.byte_level = False
         self.whole: dict[int, str] = {}
+        self.spelled, self.spelled_first = _Spelled(self), _Spelled(self, is_first=True)
         special = set(tokenizer.all_special_tokens)
         if tokenizer.is_fast:
             from tokenizers import decoders
@@ -343,6 +336,35 @@ class _Pieces(dict[int, bytes | None]):
         return str(self.tokenizer.decode(token_ids, **self._settings))
 
 
+class _Spelled(dict[int, tuple[str | None, bytes | None]]):
+    """Token id -> (its text, the bytes that it adds to a text), filled as ids are met. No bytes if it leaves no trace.
+
+    pieces: None for neither. is_first: it begins the text, where SentencePiece drops a space.
+    """
+
+    def __init__(self, pieces: TokenPieces | None, *, is_first: bool = False) -> None:
+        self._pieces, self._is_first = pieces, is_first
+
+    def __missing__(self, token_id: int) -> tuple[str | None, bytes | None]:
+        pieces = self._pieces
+        if pieces is None:
+            return None, None
+        if (piece := pieces[token_id]) is None:
+            text = str(pieces.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        else:
+            if not pieces.byte_level:
+                alone = pieces.decode([token_id])
+                text = alone if self._is_first else pieces.decode([token_id] * 2)[len(alone) :]
+                is_byte = text and _BYTE_TOKEN.fullmatch(piece)
+                piece = bytes.fromhex(piece[3:5].decode()) if is_byte else text.encode()
+            text = piece.decode("utf-8", "replace")
+        self[token_id] = text, piece
+        return text, piece
+
+
+_NOT_SPELLED = _Spelled(None)
+
+
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's spelling of bytes: printable Latin-1 as itself, the others as the characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -360,7 +382,7 @@ class _ByteLevelDetokenizer:
     sequence is decided late. Python's "replace" and Rust's lossy decoding agree on U+FFFD: one a maximal subpart.
     """
 
-    def __init__(self, pieces: _Pieces) -> None:
+    def __init__(self, pieces: TokenPieces) -> None:
         self._pieces = pieces
         self._incomplete = b""
 
@@ -388,7 +410,7 @@ class _WindowDetokenizer:
     Byte tokens wait until their run ends: SentencePiece decodes a run as a whole, to U+FFFD each if it isn't UTF-8.
     """
 
-    def __init__(self, pieces: _Pieces) -> None:
+    def __init__(self, pieces: TokenPieces) -> None:
         self._pieces = pieces
         self._window: list[int] = []  # the tokens whose text was shown last, then those that wait
         self._num_shown = 0  # of the window's tokens
@@ -416,3 +438,9 @@ class _WindowDetokenizer:
 
 
 _Detokenizer = _ByteLevelDetokenizer | _WindowDetokenizer
+
+
+def _detokenizer(pieces: TokenPieces | None) -> _Detokenizer | None:
+    if pieces is None:
+        return None
+    return _ByteLevelDetokenizer(pieces) if pieces.byte_level else _WindowDetokenizer(pieces)

@@ -243,6 +243,23 @@ def test_ctrl_c_keeps_what_is_answered_and_a_second_run_does_the_rest(tmp_path: 
     assert batch.run()[0] == 0 and batch.output.read_bytes() == content
 
 
+def test_a_full_disk_is_told_with_what_is_answered_and_the_way_on(tmp_path: Path) -> None:
+    batch = Batch(tmp_path, [request(str(i), i + 100) for i in range(100)])
+    code = (
+        "import resource, sys; from tests.server import batch_program as p; p.batch.AsyncLLMEngine = p.QuickEngine;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)); sys.exit(p.cli.main())"
+    )
+    exit_code, stderr = batch.run("--model", "m", "--max-num-seqs", 4, program=["-c", code])
+    num_answered = batch.output.read_bytes().count(b"\n")
+    assert exit_code == 2 and 0 < num_answered < 100 and batch.output.stat().st_size == 5000
+    *_, count, error = stderr.splitlines()
+    assert count.endswith(f"{batch.output}: {num_answered} of 100 lines are answered")
+    assert error == (
+        f"error: {batch.output} can't be written (File too large): mend that, and the same command goes on from there"
+    )
+    assert batch.run()[0] == 0 and len(batch.by_id()) == 100
+
+
 def test_lines_that_died_with_the_engine_are_not_answered(tmp_path: Path) -> None:
     batch = Batch(tmp_path, [*(request(str(i), i + 100) for i in range(50)), request("deadly", DEADLY)])
     code, stderr = batch.run()

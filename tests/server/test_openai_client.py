@@ -63,6 +63,13 @@ def stream_text(chunks: Any) -> dict[int, str]:
     return texts
 
 
+def bytes_of(token: str) -> bytes:
+    """Of a token's name in a completion's log probabilities."""
+    if not token.startswith("bytes:"):
+        return token.encode()
+    return token.removeprefix("bytes:").encode().decode("unicode_escape").encode("latin-1")
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("smollm2", 8192)]  # type: ignore[attr-defined]
 
@@ -159,6 +166,32 @@ def test_chat_log_probabilities(client: openai.OpenAI) -> None:
     assert [token.token for token in streamed] == [token.token for token in choice.logprobs.content]
 
 
+def test_tokens_that_are_a_part_of_a_character(client: openai.OpenAI) -> None:
+    text = "😀é🛸"
+    extra = {"guided_choice": [text]}
+    chat = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, logprobs=True, top_logprobs=2, extra_body=extra
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) > 4
+    assert b"".join(bytes(token.bytes or []) for token in logprobs.content).decode() == text
+    assert logprobs.content[-1].token == "<|im_end|>" and logprobs.content[-1].bytes is None
+
+    for echo, shown in ((False, text), (True, text + text)):
+        asked: Any = {"model": "smollm2", "prompt": text, "temperature": 0, "logprobs": 5, "echo": echo}
+        (choice,) = client.completions.create(**asked, extra_body=extra).choices
+        found: Any = choice.logprobs
+        *spelled, end = [bytes_of(token) for token in found.tokens]
+        assert found.tokens[0] == "bytes:\\xf0\\x9f" and end == b"<|im_end|>"
+        assert b"".join(spelled).decode() == choice.text == shown
+        expected = [len(b"".join(spelled[:i]).decode(errors="ignore")) for i in range(len(spelled) + 1)]
+        assert found.text_offset == expected
+        for token, top in list(zip(found.tokens, found.top_logprobs, strict=True))[echo:]:
+            assert token in top and len(top) in (5, 6)
+        chunks: Any = client.completions.create(**asked, extra_body=extra, stream=True)
+        assert [at for chunk in chunks for at in chunk.choices[0].logprobs.text_offset] == expected
+
+
 def test_several_choices_of_a_chat(client: openai.OpenAI) -> None:
     asked: Any = {"model": "smollm2", "messages": MESSAGES, "seed": 3, "max_tokens": 5, "n": 3}
     whole = {c.index: c.message.content for c in client.chat.completions.create(**asked).choices}
@@ -202,6 +235,16 @@ def test_reasoning_comes_apart(client: openai.OpenAI, opened: bool) -> None:
     deltas: list[Any] = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
     assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+@pytest.mark.parametrize("without_none", [False, True])
+def test_an_answer_that_was_cut_off_in_its_reasoning_is_taken_back(client: openai.OpenAI, without_none: bool) -> None:
+    extra = {"chat_template_kwargs": {"thinking": True}}
+    asked: Any = {"model": "smollm2", "max_tokens": 3, "extra_body": extra}
+    message: Any = client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
+    assert message.content is None and message.reasoning_content
+    history = [*MESSAGES, message.model_dump(exclude_none=without_none), {"role": "user", "content": "Go on."}]
+    assert client.chat.completions.create(**asked, messages=history).choices
 
 
 TEXTS = [

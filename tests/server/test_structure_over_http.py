@@ -83,6 +83,20 @@ def test_arguments_of_one_named_function_fit_its_parameters(server: ServerProces
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
+@pytest.mark.parametrize(("value", "is_call"), [("1e999", True), ("NaN", False), (r'"\ud800"', False)])
+def test_calls_that_other_readers_of_json_stumble_over(server: ServerProcess, value: str, is_call: bool) -> None:
+    arguments = f'{{"a":{value}}}'
+    text = f'<tool_call>{{"name":"f","arguments":{arguments}}}</tool_call>'
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    asked = ASKED | {"tools": tools, "extra_body": {"guided_choice": [text]}}
+    whole = server.client().chat.completions.create(**asked).choices[0].message
+    with server.client().chat.completions.stream(**asked) as events:
+        streamed = events.get_final_completion().choices[0].message
+    for message in (whole, streamed):
+        calls = [call.function.arguments for call in message.tool_calls or []]
+        assert (message.content or "", calls) == (("", [arguments]) if is_call else (text, []))
+
+
 def test_a_grammar_that_takes_long_holds_nobody_up(server: ServerProcess) -> None:
     slow = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}
     answers: list[Any] = []

@@ -52,9 +52,17 @@ def test_parts_of_an_answer_wherever_it_is_cut(text: str, reasoning: str, conten
     assert parse(list(text) or [""]) == found
 
 
-def test_arguments_with_half_a_surrogate_pair_can_be_sent() -> None:
-    ((_, arguments),) = parse([CALL.replace(r"\n", r"\ud800")]).calls
-    assert json.loads(arguments.encode()) == {"a": 1, "b": "ü\ud800"}
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '"\\ud800"', '"\\udc00 and more"', '"\ud800"', "01"])
+def test_what_is_not_json_is_no_call(value: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+    found = parse([text])
+    assert (found.content, found.calls) == (text, [])
+
+
+@pytest.mark.parametrize("arguments", ['{"a":1e999}', '{"a":  123456789012345678901.50,\n"b": "\\u00fc"}', "{}"])
+def test_arguments_are_passed_on_as_they_were_written(arguments: str) -> None:
+    found = parse([f'<tool_call>{{"arguments": {arguments} , "name": "f"}}</tool_call>'])
+    assert (found.content, found.calls) == ("", [("f", arguments)])
 
 
 def test_reasoning_that_the_prompt_opened() -> None:

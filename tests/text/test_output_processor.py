@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from nanollm.outputs import EngineOutput, RequestMetrics
+from nanollm.outputs import EngineOutput, RequestMetrics, TokenLogprobs
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.output_processor import OutputProcessor
 from nanollm.text.tokenizer import load_tokenizer
@@ -184,6 +184,24 @@ def test_byte_tokens_of_sentencepiece_are_shown_when_their_run_ends():
         *["Hello\ufffd\ufffd\ufffd a"] * 3,
         "Hello\ufffd\ufffd\ufffd aé",
     ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_bytes_of_the_tokens_make_up_the_text(tokenizer, any_ids, data, skip):
+    ids = data.draw(any_ids)
+    processor = OutputProcessor(tokenizer)
+    processor.add(7, "seven", None, [1], SamplingParams(skip_special_tokens=skip, logprobs=0))
+    for token_id in ids:
+        processor.process([EngineOutput(7, [token_id], logprobs=[TokenLogprobs(-1.0, 1, [], [])])])
+    ((output,), _) = processor.process([EngineOutput(7, [], "length")])
+    steps = output.outputs[0].logprobs
+    joined = b"".join(step[token_id].token_bytes or b"" for step, token_id in zip(steps, ids, strict=True))
+    whole = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    try:
+        assert joined.decode() == whole
+    except UnicodeDecodeError:
+        assert "\ufffd" in whole
 
 
 # What an output says
