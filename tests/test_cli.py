@@ -77,6 +77,13 @@ def test_ctrl_c_prints_what_there_is(llm: type[FakeLLM], capsys: pytest.CaptureF
     assert capsys.readouterr().out == ">>> 1?\n\n\n>>> 2?\ntwo\n\n"
 
 
+def test_an_answer_that_the_engine_gave_up_is_an_error(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    failed = RequestOutput("1", None, [1], [CompletionOutput(0, "", [], "error", "no token is left")], True)
+    llm.script = [output(0, "one", finished=True), failed]
+    assert main(["generate", "1?", "2?", "--model", "m"]) == 1
+    assert capsys.readouterr().err == "error: prompt 1: no token is left\nno tokens\n"
+
+
 def test_flags_reach_the_engine_and_unset_ones_do_not(llm: type[FakeLLM]) -> None:
     engine_flags, sampling_flags = ["--tp", "2", "--dtype", "bfloat16"], ["--max-tokens", "9", "--temperature", "0"]
     assert main(["generate", "hi", "--model", "m", *engine_flags, *sampling_flags]) == 0
