@@ -40,6 +40,8 @@ logger = logging.getLogger("nanollm")
 
 _TAKE_SECONDS = 0.05  # of asking an iterator for prompts, after which a step is due
 
+_MISSING = object()  # in place of a prompt, or of its sampling_params
+
 # One for all prompts, one for each, or the model's defaults.
 Params = SamplingParams | Iterable[SamplingParams] | None
 
@@ -199,10 +201,15 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = sampling_params or self.get_default_sampling_params()
             pairs: Iterator[Any] = ((prompt, params) for prompt in prompts)
+        elif isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Iterable):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}")
         else:
-            pairs = zip(prompts, sampling_params, strict=True)
+            pairs = itertools.zip_longest(prompts, sampling_params, fillvalue=_MISSING)
 
-        def prepare(index: int, prompt: Prompt, params: SamplingParams) -> _Request:
+        def prepare(index: int, prompt: Any, params: Any) -> _Request:
+            if prompt is _MISSING or params is _MISSING:
+                few, more = ("prompts", "sampling_params")[:: 1 if prompt is _MISSING else -1]
+                raise ValueError(f"{index} {few} came with more {more}: give one for all, or one each")
             with self._lock:
                 return self._prepare_one(prompt, params, index, False)
 
