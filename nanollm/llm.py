@@ -292,7 +292,7 @@ class LLM:
         """
         if not isinstance(self._executor, Executor):
             raise RuntimeError("apply_model works on rank 0 only")
-        with self._exclusive():
+        with self._exclusive(nested=True):
             return self._executor.apply_model(function)
 
     def get_stats(self) -> EngineStats:
@@ -302,12 +302,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: prompts from now on are computed anew. Requests that run go on."""
-        with self._lock:
+        with self._exclusive():
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
-        with self._exclusive():
+        with self._exclusive(nested=True):
             try:
                 self._engine.reset()
             finally:
@@ -435,7 +435,7 @@ class LLM:
                 raise error
         finally:
             self._abandoned.extend(index_of)
-            with self._exclusive():
+            with self._exclusive(nested=True):
                 pass
 
     def _queue(self, request: _Request, mailbox: deque[Any], stream: bool | None) -> None:
@@ -456,12 +456,15 @@ class LLM:
                 )
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _exclusive(self, *, nested: bool = False) -> Iterator[None]:
         """Nobody else uses the engine meanwhile; requests that were abandoned are out of it afterwards.
 
-        Garbage collection may close a stream in the very thread that is inside: then the outer one takes it out.
+        nested: whether the thread that is inside already may come in again; RuntimeError otherwise. Garbage collection
+        may close a stream there: then the outer one takes it out.
         """
         with self._lock:
+            if self._depth and not nested:
+                raise RuntimeError("a logits processor can't use the LLM that calls it: do so before, or make another")
             self._depth += 1
             try:
                 yield
