@@ -188,7 +188,7 @@ def test_serve_reads_every_kind_of_flag(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_serve_says_which_flag_is_bad(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "nanollm.cli", "serve", "qwen3-0.6b", "--load-format", "dummy", *flags]
+    command = [sys.executable, "-m", "nanollm", "serve", "qwen3-0.6b", "--load-format", "dummy", *flags]
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | path)
     assert result.returncode == 2
