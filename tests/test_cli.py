@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from nanollm.cli import main
+from nanollm.commands.chat import Chat
 from nanollm.commands.generate import AnswerPrinter, timing_line
 from nanollm.config import EngineConfig
 from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanollm.sampling_params import SamplingParams
 
 
 def output(index: int, text: str, finished: bool = False, num_tokens: int = 1) -> RequestOutput:
@@ -82,6 +84,10 @@ def test_an_answer_that_the_engine_gave_up_is_an_error(llm: type[FakeLLM], capsy
     llm.script = [output(0, "one", finished=True), failed]
     assert main(["generate", "1?", "2?", "--model", "m"]) == 1
     assert capsys.readouterr().err == "error: prompt 1: no token is left\nno tokens\n"
+    llm.script = [failed]
+    chat = Chat(llm("m"), SamplingParams(), None)  # type: ignore[arg-type]
+    chat.take("1?")
+    assert chat.failed and capsys.readouterr().err.startswith("error: no token is left")
 
 
 def test_flags_reach_the_engine_and_unset_ones_do_not(llm: type[FakeLLM]) -> None:
