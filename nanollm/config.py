@@ -111,7 +111,7 @@ class RopeConfig:
             hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", 2048)),
         )
         return RopeConfig(
-            theta=number("rope_theta", 10000.0),
+            theta=number("rope_theta", 10000.0, 1.01 if rope_type == "yarn" else 1e-6),  # YaRN divides by its logarithm
             rope_type=rope_type,
             factor=number("factor", 1.0),
             original_max_position=check_int("original_max_position_embeddings", original, 1, 2**31 - 1),

@@ -99,6 +99,10 @@ def test_rope_of_unknown_type_is_never_silently_ignored(form, rope_type):
         ({"rope_scaling": "yarn"}, "rope_scaling in config.json must be an object, got 'yarn'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope factor must be a finite number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope factor must be a finite number"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_theta must be .* from 1.01 to",
+        ),
         ({"rope_theta": float("nan")}, "rope rope_theta must be a finite number|rope_theta must be a finite number"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, r"per layer type \(full_attention\)"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
