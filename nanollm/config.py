@@ -111,7 +111,7 @@ class RopeConfig:
             hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", 2048)),
         )
         return RopeConfig(
-            theta=number("rope_theta", 10000.0),
+            theta=number("rope_theta", 10000.0, 1.01 if rope_type == "yarn" else 1e-6),  # YaRN divides by its logarithm
             rope_type=rope_type,
             factor=number("factor", 1.0),
             original_max_position=check_int("original_max_position_embeddings", original, 1, 2**31 - 1),
@@ -182,6 +182,10 @@ class ModelConfig:
             value = hf.get(name)
             return check_int(f"{name} in config.json", default if value is None else value, 1, 2**31 - 1)
 
+        def flag(name: str) -> bool:
+            value = hf.get(name)
+            return check_bool(f"{name} in config.json", False if value is None else value)
+
         num_heads = size("num_attention_heads")
         num_kv_heads = size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -193,7 +197,7 @@ class ModelConfig:
         head_dim = size("head_dim", derived)
         if head_dim % 2 or head_dim > 256:
             raise ValueError(f"head_dim must be even and at most 256, got {head_dim}")
-        bias = bool(hf.get("attention_bias", False))
+        bias = flag("attention_bias")
         qwen2 = architecture == "Qwen2ForCausalLM"
         return ModelConfig(
             architecture=architecture,
@@ -207,10 +211,10 @@ class ModelConfig:
             max_position=size("max_position_embeddings", 2048),
             rms_norm_eps=check_float("rms_norm_eps", hf.get("rms_norm_eps", 1e-6), 0.0, 1.0),
             rope=RopeConfig.from_hf(hf),
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            tie_word_embeddings=flag("tie_word_embeddings"),
             qkv_bias=bias or qwen2,
             o_bias=bias and not qwen2,
-            mlp_bias=bool(hf.get("mlp_bias", False)),
+            mlp_bias=flag("mlp_bias"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
             eos_token_ids=read_token_ids("eos_token_id", hf.get("eos_token_id")),
         )

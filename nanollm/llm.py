@@ -40,6 +40,8 @@ logger = logging.getLogger("nanollm")
 
 _TAKE_SECONDS = 0.05  # of asking an iterator for prompts, after which a step is due
 
+_MISSING = object()  # in place of a prompt, or of its sampling_params
+
 # One for all prompts, one for each, or the model's defaults.
 Params = SamplingParams | Iterable[SamplingParams] | None
 
@@ -199,10 +201,15 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = sampling_params or self.get_default_sampling_params()
             pairs: Iterator[Any] = ((prompt, params) for prompt in prompts)
+        elif isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Iterable):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}")
         else:
-            pairs = zip(prompts, sampling_params, strict=True)
+            pairs = itertools.zip_longest(prompts, sampling_params, fillvalue=_MISSING)
 
-        def prepare(index: int, prompt: Prompt, params: SamplingParams) -> _Request:
+        def prepare(index: int, prompt: Any, params: Any) -> _Request:
+            if prompt is _MISSING or params is _MISSING:
+                few, more = ("prompts", "sampling_params")[:: 1 if prompt is _MISSING else -1]
+                raise ValueError(f"{index} {few} came with more {more}: give one for all, or one each")
             with self._lock:
                 return self._prepare_one(prompt, params, index, False)
 
@@ -285,7 +292,7 @@ class LLM:
         """
         if not isinstance(self._executor, Executor):
             raise RuntimeError("apply_model works on rank 0 only")
-        with self._exclusive():
+        with self._exclusive(nested=True):
             return self._executor.apply_model(function)
 
     def get_stats(self) -> EngineStats:
@@ -295,12 +302,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: prompts from now on are computed anew. Requests that run go on."""
-        with self._lock:
+        with self._exclusive():
             self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free the model and the KV cache; requests still running are dropped. Twice is fine."""
-        with self._exclusive():
+        with self._exclusive(nested=True):
             try:
                 self._engine.reset()
             finally:
@@ -429,7 +436,7 @@ class LLM:
                 raise error
         finally:
             self._abandoned.extend(index_of)
-            with self._exclusive():
+            with self._exclusive(nested=True):
                 pass
 
     def _queue(self, request: _Request, mailbox: deque[Any], stream: bool | None) -> None:
@@ -450,12 +457,15 @@ class LLM:
                 )
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _exclusive(self, *, nested: bool = False) -> Iterator[None]:
         """Nobody else uses the engine meanwhile; requests that were abandoned are out of it afterwards.
 
-        Garbage collection may close a stream in the very thread that is inside: then the outer one takes it out.
+        nested: whether the thread that is inside already may come in again; RuntimeError otherwise. Garbage collection
+        may close a stream there: then the outer one takes it out.
         """
         with self._lock:
+            if self._depth and not nested:
+                raise RuntimeError("a logits processor can't use the LLM that calls it: do so before, or make another")
             self._depth += 1
             try:
                 yield

@@ -5,6 +5,12 @@ from typing import Any
 
 import msgspec
 
+# The stop_reason of finish_reason "error" where nothing says whether the request or the model is at fault.
+NO_TOKEN = (
+    "no token is left to choose: all logits are -inf or NaN. Look at the request's bans and logits processors, for a "
+    "warning of NaN weights at start-up, and, if dtype is float16, whether another one helps"
+)
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -49,8 +55,8 @@ class EngineOutput(msgspec.Struct, array_like=True, gc=False):
 
     finish_reason: None while running, then "stop" (EOS or a stop token), "length", "abort", or "error" if the model
         left no token to choose, or structured_outputs can't be kept to.
-    stop_reason: the stop token id that ended it; None for EOS, as in vLLM. With "error" what is at fault in
-        the request, if that is.
+    stop_reason: the stop token id that ended it; None for EOS, as in vLLM. With "error" what is at fault,
+        if that is known.
     logprobs: of the new tokens, if they were asked for. prompt_logprobs: of the second prompt token and on, likewise,
         with the first token.
     logits: for requests that asked for all logits: float32 tensors [tokens, V] on the CPU, one a step, in order of
@@ -97,7 +103,7 @@ class CompletionOutput:
     """One generated continuation. Field names are vLLM's.
 
     stop_reason: the stop string or stop token id that ended it; None for EOS and for "length". With "error" what is at
-        fault in the request, if that is.
+        fault, if that is known.
     logprobs: if asked for, for each token a dict of it and the likeliest tokens. cumulative_logprob: of all tokens.
     """
 

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from nanollm.cli import main
+from nanollm.commands.chat import Chat
 from nanollm.commands.generate import AnswerPrinter, timing_line
 from nanollm.config import EngineConfig
 from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanollm.sampling_params import SamplingParams
 
 
 def output(index: int, text: str, finished: bool = False, num_tokens: int = 1) -> RequestOutput:
@@ -75,6 +77,17 @@ def test_ctrl_c_prints_what_there_is(llm: type[FakeLLM], capsys: pytest.CaptureF
     llm.script = [output(1, "two"), KeyboardInterrupt()]
     assert main(["generate", "1?", "2?", "--model", "m"]) == 130
     assert capsys.readouterr().out == ">>> 1?\n\n\n>>> 2?\ntwo\n\n"
+
+
+def test_an_answer_that_the_engine_gave_up_is_an_error(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    failed = RequestOutput("1", None, [1], [CompletionOutput(0, "", [], "error", "no token is left")], True)
+    llm.script = [output(0, "one", finished=True), failed]
+    assert main(["generate", "1?", "2?", "--model", "m"]) == 1
+    assert capsys.readouterr().err == "error: prompt 1: no token is left\nno tokens\n"
+    llm.script = [failed]
+    chat = Chat(llm("m"), SamplingParams(), None)  # type: ignore[arg-type]
+    chat.take("1?")
+    assert chat.failed and capsys.readouterr().err.startswith("error: no token is left")
 
 
 def test_flags_reach_the_engine_and_unset_ones_do_not(llm: type[FakeLLM]) -> None:
@@ -181,7 +194,7 @@ def test_serve_reads_every_kind_of_flag(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_serve_says_which_flag_is_bad(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "nanollm.cli", "serve", "qwen3-0.6b", "--load-format", "dummy", *flags]
+    command = [sys.executable, "-m", "nanollm", "serve", "qwen3-0.6b", "--load-format", "dummy", *flags]
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | path)
     assert result.returncode == 2

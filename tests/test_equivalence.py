@@ -1,14 +1,20 @@
 """The engine computes what transformers computes, however the work is cut into steps."""
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from nanollm import LLM, SamplingParams
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.models.loader import load_weights
+from nanollm.models.registry import import_model
+from nanollm.models.source import resolve_model
 from tests.conftest import DEVICE, VOCAB_SIZE, hf_greedy, random_prompt
 
 GREEDY_64 = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -30,6 +36,29 @@ def test_logits_at_every_position_and_greedy_tokens_equal_transformers(tiny: Any
             torch.testing.assert_close(logits, model.logits(prompt), atol=1e-4, rtol=0)
         outputs = llm.generate(prompts, GREEDY_64, use_tqdm=False)
     assert tokens(outputs) == [model.greedy(prompt, 64) for prompt in prompts]
+
+
+def test_a_head_of_its_own_counts_where_config_json_says_it_is_tied(tiny: Any, tmp_path: Path) -> None:
+    shutil.copytree(tiny("qwen2").path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1] += 1  # so the first of two ranks has nothing to untie
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert expected.config.tie_word_embeddings
+    prompt = random_prompt(20)
+    with LLM(str(tmp_path), device=DEVICE, dtype="float32", num_kv_blocks=8, skip_tokenizer_init=True) as llm:
+        (logits,) = llm.compute_logits([prompt])
+    torch.testing.assert_close(logits, expected(torch.tensor([prompt])).logits[0].detach(), atol=1e-4, rtol=0)
+
+    source, rows = resolve_model(str(tmp_path)), []
+    for rank in range(2):
+        model = import_model(source.model_class)(source.config, TPGroup(rank, 2), max_position=8)
+        model.untie_if_heads_differ(checkpoint := source.open_checkpoint({}))
+        assert model.lm_head.tied == (rank == 0)
+        load_weights(model, checkpoint)
+        rows.append(model.lm_head.weight[: model.lm_head.num_rows])
+    assert torch.equal(torch.cat(rows), head)
 
 
 def test_changing_a_later_token_leaves_earlier_logits_equal(tiny: Any) -> None:

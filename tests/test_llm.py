@@ -100,8 +100,16 @@ def test_an_object_that_is_no_prompt_is_refused(llm: LLM) -> None:
 def test_one_sampling_params_for_all_or_one_each(llm: LLM) -> None:
     with pytest.raises(ValueError, match="3 prompts came with 2 sampling_params"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="must be SamplingParams"):
-        llm.generate([[1]], [{"temperature": 0}])  # type: ignore[list-item]
+    for params, message in (
+        ([GREEDY], "1 sampling_params came with more prompts: give one for all, or one each"),
+        ([GREEDY] * 3, "2 prompts came with more sampling_params"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(llm.generate(iter([[1], [2]]), params, use_tqdm=False))
+    for bad in ([{"temperature": 0}], {"temperature": 0}, 5):
+        for prompts in ([[1]], iter([[1]])):
+            with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+                list(llm.generate(prompts, bad, use_tqdm=False))  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="stop_token_ids must be from 0 to 299, got 300"):
         llm.generate([[1]], SamplingParams(stop_token_ids=[300]))
 

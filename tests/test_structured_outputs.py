@@ -340,7 +340,7 @@ def test_logits_that_leave_no_token_end_one_request(llm: LLM) -> None:
     nothing = replace(DRAWN, logits_processors=[lambda _, logits_V: logits_V - float("inf")])
     found = outputs(llm, [nothing, DRAWN, ask({"regex": "a{3}"}, bad_words=["a"])])
     assert [completion.finish_reason for completion in found] == ["error", found[1].finish_reason, "error"]
-    assert found[0].stop_reason is None and "other settings leave no token" in found[2].stop_reason
+    assert "logits processors" in found[0].stop_reason and "other settings leave no token" in found[2].stop_reason
     assert found[1].token_ids == outputs(llm, DRAWN)[0].token_ids
 
 
@@ -371,6 +371,21 @@ def test_a_processor_that_fails_ends_nobody_elses_request(model: TinyModel, over
         *_, last = stream
         assert last.outputs[0].token_ids == expected
         assert llm.get_stats().num_running == 0
+
+
+def test_a_processor_that_uses_its_own_llm_ends_its_request_only(llm: LLM) -> None:
+    stream = llm.generate_stream([[9]], DRAWN)
+    next(stream)
+    uses = [lambda: llm.generate([[8]], DRAWN), lambda: list(stream), llm.reset_prefix_cache]
+    expected = outputs(llm, DRAWN)[0].token_ids
+    other = llm.generate_stream([[5, 6, 7]], DRAWN)
+    next(other)
+    for use in uses:
+        with pytest.raises(RuntimeError, match="can't use the LLM that calls it"):
+            outputs(llm, replace(DRAWN, logits_processors=[lambda _, logits_V, use=use: use() or logits_V]))
+    *_, last = other
+    assert last.outputs[0].token_ids == expected
+    assert llm.get_stats().num_running == 0
 
 
 # What is refused

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer line after line until the input ends."""
+    """Answer line after line until the input ends. 1 if that is no terminal, and a line got no answer."""
     from nanollm.llm import LLM
 
     check_one_process("chat")
@@ -53,15 +53,16 @@ def run(args: argparse.Namespace) -> int:
             try:
                 line = input(">>> " if is_terminal else "").strip()
                 if line == "/exit":
-                    return 0
+                    break
                 if line:
                     chat.take(line)
             except EOFError:
-                return 0
+                break
             except KeyboardInterrupt:
                 if not is_terminal:
                     raise
                 print("\nCtrl-D leaves.")
+        return int(chat.failed and not is_terminal)
 
 
 class Chat:
@@ -71,6 +72,7 @@ class Chat:
         self._llm, self._params, self._system = llm, params, system
         self._history: list[dict[str, str]] = []
         self._stats = "no answer yet"
+        self.failed = False  # to answer any line
         llm.apply_chat_template([{"role": "user", "content": ""}])
 
     def take(self, line: str) -> None:
@@ -86,11 +88,13 @@ class Chat:
             print(HELP)
         elif command.startswith("/") and command[1:].isalpha():
             print(f"There is no command {command}: /help lists them.")
+            self.failed = True
         else:
             try:
                 self._answer({"role": "user", "content": line})
             except ValueError as error:  # the conversation may have outgrown the context
                 print(f"error: {error}; /reset forgets the conversation", file=sys.stderr)
+                self.failed = True
 
     def _answer(self, question: dict[str, str]) -> None:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -107,6 +111,8 @@ class Chat:
                     break  # which closes the stream, and so takes the request out of the engine
         print(flush=True)
         if output is not None:
+            if output.outputs[0].finish_reason == "error":
+                raise ValueError(output.outputs[0].stop_reason)
             self._history += [question, {"role": "assistant", "content": output.outputs[0].text}]
             num_tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
             self._stats = (

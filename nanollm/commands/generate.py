@@ -73,6 +73,10 @@ def _run_prompts(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             exit_code = 130
         printer.finish()
+        for index, output in sorted(printer.latest.items()):
+            if (completion := output.outputs[0]).finish_reason == "error":
+                print(f"error: prompt {index}: {completion.stop_reason}", file=sys.stderr)
+                exit_code = exit_code or 1
         print(timing_line(list(printer.latest.values())), file=sys.stderr)
     return exit_code
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as AbstractSequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from nanollm.outputs import RequestMetrics, TokenLogprobs
+from nanollm.outputs import NO_TOKEN, RequestMetrics, TokenLogprobs
 from nanollm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Sequence:
         """Take the oldest pending token, now read, and decide whether it ends the sequence."""
         self.num_pending -= 1
         if token_id < 0:  # every token was impossible: all logits -inf, or not a number
-            self.finish_reason = "error"
+            self.finish_reason, self.stop_reason = "error", NO_TOKEN
             if self.matcher is not None:
                 self.stop_reason = "structured_outputs and the other settings leave no token to choose"
             return

@@ -58,5 +58,12 @@ class ParallelLMHead(_VocabParallel):
         """Every rank's logits side by side, padding cut off: float32 [L, V]."""
         return self.tp.all_gather(logits_r).transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
+    def untie(self) -> None:
+        """Take storage of its own, to be loaded."""
+        num_padding = self.weight.num_padding  # type: ignore[attr-defined]
+        self.weight = nn.Parameter(torch.zeros_like(self.weight), requires_grad=False)
+        self.weight.num_padding = num_padding  # type: ignore[attr-defined]
+        self.tied = False
+
     def tensor_parts(self, path: str) -> list[TensorPart]:
         return [] if self.tied else super().tensor_parts(path)

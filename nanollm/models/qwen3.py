@@ -1,5 +1,6 @@
 """Qwen3 (Qwen Team, 2025): the whole model, at any tensor-parallel degree."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,9 @@ from nanollm.layers.norm import RMSNorm
 from nanollm.layers.rotary import rope_table
 from nanollm.layers.step_batch import StepBatch
 from nanollm.layers.weights import TensorPart
+from nanollm.models.checkpoint import Checkpoint
+
+logger = logging.getLogger("nanollm")
 
 
 class DecoderLayer(nn.Module):
@@ -89,6 +93,17 @@ class Qwen3ForCausalLM(nn.Module):
             yield
         finally:
             self.model.layers = layers
+
+    def untie_if_heads_differ(self, checkpoint: Checkpoint) -> None:
+        """Where config.json says that the head is the embeddings, but the checkpoint has another one, that one counts,
+        as in transformers. Each rank decides for its own rows."""
+        (part,) = self.model.embed_tokens.tensor_parts("model.embed_tokens")
+        found = [checkpoint.shapes.get(name) for name in (part.name, "lm_head.weight")]
+        if self.lm_head.tied and found == [part.shape, part.shape] and part.target.numel():
+            embeddings_rD, head_rD = (checkpoint.read(name, part.index) for name in (part.name, "lm_head.weight"))
+            if embeddings_rD.dtype != head_rD.dtype or not torch.equal(embeddings_rD, head_rD):
+                logger.warning("config.json ties lm_head.weight to the embeddings, but they differ: not tied")
+                self.lm_head.untie()
 
     def tensor_parts(self) -> list[TensorPart]:
         """What to load: every part of every parameter of this rank."""

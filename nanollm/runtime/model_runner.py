@@ -176,6 +176,7 @@ class ModelRunner:
                 )
         shapes = {part.name: part.shape for part in self.model.tensor_parts()}
         checkpoint = source.open_checkpoint(shapes, seed=self._config.seed, dtype=self.dtype, device=self.device)
+        self.model.untie_if_heads_differ(checkpoint)
         load_weights(self.model, checkpoint, show_progress=self.tp.rank == 0, check=check)
         checkpoint.close()
         if self.device.type == "cpu" and self.dtype == torch.float32:

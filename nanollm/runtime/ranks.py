@@ -199,6 +199,10 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, device: torch.d
     world = torchrun_world()
     if world is not None and world[1] != size:
         raise ValueError(f"torchrun started {world[1]} ranks, but tensor_parallel_size is {size}: make them equal")
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if size > 1 and world is None and main.__spec__ is None and script is not None and not os.path.exists(script):
+        raise ValueError(f"the {size - 1} other ranks import the script, but {script} is no file: save it in one")
     if size > 1 and device.type == "cuda" and not os.environ.get(_SHARE_GPU):
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size)) if world is not None else size
         if local_size > torch.cuda.device_count():

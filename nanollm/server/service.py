@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from nanollm.async_engine import AsyncLLMEngine
-from nanollm.outputs import RequestOutput
+from nanollm.outputs import NO_TOKEN, RequestOutput
 from nanollm.sampling_params import SamplingParams
 from nanollm.server.errors import ApiError
 from nanollm.server.metrics import Metrics
@@ -56,10 +56,9 @@ class Service:
                         left -= 1
                         self.metrics.count_finished(output)
                         for completion in output.outputs:
-                            if completion.finish_reason == "error" and completion.stop_reason is not None:
-                                raise ApiError(400, str(completion.stop_reason))
                             if completion.finish_reason == "error":
-                                raise ApiError(500, "the model left no token to choose, or chose one that may not come")
+                                reason = completion.stop_reason or "the model chose a token that may not come"
+                                raise ApiError(500 if completion.stop_reason in (None, NO_TOKEN) else 400, str(reason))
                     yield index, output
         finally:
             if left:

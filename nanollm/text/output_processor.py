@@ -234,12 +234,13 @@ class _Choice:
         """Append text; if that completes a stop string, cut the text at it and return it."""
         assert self.first_char_of_stop is not None
         rest = self.held + new_text
-        candidate = self.first_char_of_stop.search(rest)
-        if candidate is None:
+        if self.first_char_of_stop.search(rest) is None:
             self.text += rest
             self.held = ""
             return None
-        found = [(rest.find(stop, candidate.start()), len(stop), stop) for stop in self.request.params.stop]
+        # What ends in the held text was complete before, and didn't count: min_tokens.
+        first_end = len(self.held) + 1
+        found = [(rest.find(stop, max(first_end - len(stop), 0)), len(stop), stop) for stop in self.request.params.stop]
         if matches := [match for match in found if match[0] >= 0]:
             start, length, stop = min(matches)
             self.text += rest[: start + length if self.request.params.include_stop_str_in_output else start]

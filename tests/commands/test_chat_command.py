@@ -119,7 +119,7 @@ def test_a_conversation_that_outgrew_the_context_can_go_on(smollm2_path: Path) -
     lines = f"{'word ' * 100}\n/reset\nWhat is the capital of France?\n"
     arguments = command(smollm2_path, "--temperature", 0, "--max-model-len", 64)
     result = subprocess.run(arguments, input=lines, capture_output=True, text=True, env=ENV, timeout=120)
-    assert result.returncode == 0
+    assert result.returncode == 1  # a question was lost
     assert "/reset forgets the conversation" in result.stderr
     assert result.stdout.splitlines()[-1] == "The capital of France is Paris."
 

@@ -615,6 +615,7 @@ def test_a_token_below_zero_ends_its_sequence_with_an_error() -> None:
     step, surplus = run.schedule(), run.schedule()
     (output,) = run.finish(step, token=-1)
     assert (output.finish_reason, output.new_token_ids, seq.num_output_tokens) == ("error", [], 0)
+    assert "NaN weights" in output.stop_reason
     assert run.scheduler.num_tokens_out == 0
     assert run.finish(surplus) == [] and not run.scheduler.has_unfinished
     assert len(run.free_blocks()) == 64

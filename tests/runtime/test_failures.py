@@ -353,6 +353,12 @@ def test_two_programs_at_once_that_end_without_closing(tiny: Any) -> None:
             assert program.process.returncode == 0
 
 
+def test_program_from_standard_input_is_told_to_be_a_file(tiny: Any) -> None:
+    script = f"from nanollm import LLM\nLLM({tiny('qwen3').path!r}, tensor_parallel_size=2, device='cpu')"
+    result = subprocess.run([sys.executable, "-"], input=script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "ValueError" in result.stderr and "but <stdin> is no file: save it in one" in result.stderr.splitlines()[-1]
+
+
 def test_program_without_a_main_guard_is_told_so(tiny: Any) -> None:
     with Program("unguarded", tiny("qwen3").path) as program:
         assert program.process.wait(60) == 1

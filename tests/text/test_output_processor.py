@@ -316,10 +316,11 @@ def end_of(tokenizer, text, **params):
 
 
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "a.bc"), (5, "a.bc"), (6, "a.bc.bd")])
-def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(qwen3, min_tokens, text):
-    """ ".b" is complete with the third token, and with the sixth."""
+@pytest.mark.parametrize("others", [[], [".bcd"]])
+def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(qwen3, min_tokens, text, others):
+    """ ".b" is complete with the third token, and with the sixth. It is held then if it may start another one."""
     ids = [qwen3.convert_tokens_to_ids(char) for char in "a.bc.bd"]
-    outputs, _ = run(qwen3, one_each(ids), stop=".b", min_tokens=min_tokens)
+    outputs, _ = run(qwen3, one_each(ids), stop=[".b", *others], min_tokens=min_tokens)
     assert outputs[-1].outputs[0].text == text
 
 
@@ -397,21 +398,32 @@ def test_stop_strings_with_characters_that_mean_something_in_regular_expressions
         assert end_of(qwen3, f"a{stop}b", stop=[stop, "zz"]) == ("a", stop)
 
 
-def expected_texts(tokenizer, ids, stops):
-    """By the rule in words: after each token, the earliest match, then the shortest; else hold what may start one."""
+def expected_texts(tokenizer, ids, stops, min_tokens, include):
+    """By the rule in words: after each token, of the matches that end after min_tokens the earliest, then the shortest;
+    else hold what may start one, unless stop strings are shown."""
     shown = []
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end]).rstrip("\ufffd")
-        if matches := [(text.find(stop), len(stop), stop) for stop in stops if stop in text]:
-            return [*shown, text[: min(matches)[0]]], min(matches)[2]
+    whole = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+    early = len(whole[min(min_tokens, len(ids))])
+    for end, text in enumerate(whole[1:], 1):
+        found = [(i, len(stop), stop) for stop in stops for i in range(len(text)) if text.startswith(stop, i)]
+        if end > min_tokens and (matches := [match for match in found if match[0] + match[1] > early]):
+            start, length, stop = min(matches)
+            return [*shown, text[: start + length if include else start]], stop
         held = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        shown.append(text[: len(text) - max(held, default=0)])
+        shown.append(text if include else text[: len(text) - max(held, default=0)])
     return [*shown, tokenizer.decode(ids)], None
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text("ab🫠é ", max_size=30), st.lists(st.text("ab🫠é ", min_size=1, max_size=5), min_size=1, max_size=4))
-def test_stop_strings_by_the_rule(qwen3, text, stops):
+@given(
+    st.text("ab🫠é ", max_size=30),
+    st.lists(st.text("ab🫠é ", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_stop_strings_by_the_rule(qwen3, text, stops, min_tokens, include):
     ids = qwen3.encode(text)
-    outputs, _ = run(qwen3, one_each(ids), stop=stops)
-    assert (texts(outputs), outputs[-1].outputs[0].stop_reason) == expected_texts(qwen3, ids, stops)
+    params = {"stop": stops, "min_tokens": min_tokens, "include_stop_str_in_output": include, "max_tokens": None}
+    outputs, _ = run(qwen3, one_each(ids), **params)
+    expected = expected_texts(qwen3, ids, stops, min_tokens, include)
+    assert (texts(outputs), outputs[-1].outputs[0].stop_reason) == expected
