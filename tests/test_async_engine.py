@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from nanollm import AsyncLLMEngine, EngineDeadError, RequestOutput, SamplingParams
-from nanollm.async_engine import QueueFullError
+from nanollm.async_engine import _DECODER, QueueFullError
+from nanollm.engine.engine_process import Died, Refused, pack
 from tests.conftest import DEVICE, TinyModel, random_prompt
 
 SETTINGS: dict[str, Any] = {
@@ -182,6 +183,11 @@ def test_a_bad_request_fails_alone(
     output, error = shared.run(run())
     assert output.outputs[0].token_ids == model.greedy(good, 5)
     assert isinstance(error, ValueError) and message in str(error)
+
+
+def test_errors_cross_whatever_they_quote() -> None:
+    refused, died = (_DECODER.decode(pack(message)) for message in (Refused(7, "bad \ud800"), Died("why \udc80")))
+    assert refused == Refused(7, r"bad \ud800") and died == Died(r"why \udc80")
 
 
 def test_parameters_of_many_prompts_are_checked_once(shared: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
