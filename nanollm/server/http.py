@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanollm.server.errors import ApiError, as_api_error, error_body
 
@@ -24,11 +24,16 @@ T = TypeVar("T")
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's, for which headers may be of any size and take any time."""
+    """uvicorn's, for which headers may be of any size and take any time.
+
+    A request sent before the last one was answered is dropped, and the connection closed after that answer: uvicorn
+    would keep it and read no further, and so not see that the client hangs up.
+    """
 
     _header_bytes = 0
     _in_header = True
     _header_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle = None  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,12 +44,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._answering is not None and not self._answering.keep_alive and not self._answering.more_body:
+            return  # nothing that comes now will be answered
         if self._in_header:
             self._header_bytes += len(data)
             self._wait_for_header()
         super().data_received(data)
         if self._in_header and self._header_bytes > MAX_HEADER_BYTES:
             self.send_400_response(f"The header is larger than {MAX_HEADER_BYTES} bytes.")
+        if self.pipeline:
+            self.pipeline.clear()
+            self.cycle = self._answering
+            self.cycle.keep_alive = False
+            self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -54,6 +66,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_header, self._header_bytes = False, 0
         self._stop_waiting()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
 
     def on_message_complete(self) -> None:
         self._in_header = True

@@ -1,10 +1,17 @@
-"""EventStream against a client of a few lines: errors before and after the first event, and who reads nothing."""
+"""EventStream and BoundedHttpProtocol against clients of a few lines: errors, and who reads, sends or asks oddly."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import uvicorn
+import uvloop
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from nanollm.server import http
 from nanollm.server.errors import ApiError
@@ -68,3 +75,71 @@ def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch)
     client = Client(num_events=2)
     client.read(b"a", b"b", b"c")
     assert client.aborted and client.closed
+
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
+
+
+def converse(app: Any, talk: Talk) -> None:
+    """Let a client talk to this app; then the server must come to have no connection and no request."""
+
+    async def run() -> None:
+        state = ServerState()
+        config = uvicorn.Config(app, ws="none", lifespan="off", proxy_headers=False, log_config=None, access_log=False)
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(lambda: http.BoundedHttpProtocol(config, state, {}), "127.0.0.1", 0)
+        async with listener:
+            reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), limit=1 << 12)
+            await talk(reader, writer)
+            while state.connections or state.tasks:
+                await asyncio.sleep(0.01)
+            writer.close()
+
+    async def in_time() -> None:
+        await asyncio.wait_for(run(), 10)
+
+    uvloop.run(in_time())
+
+
+async def events_without_end() -> AsyncGenerator[bytes, None]:
+    while True:
+        yield b"data: 1\n\n"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [b"", POST, POST[:-1], b"GET /"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_who_hangs_up_loses_the_request_whatever_was_sent_behind_it(
+    stream: bool, more: bytes, at_once: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        assert await request.body() == b"hi"
+        if stream:
+            await http.EventStream(events_without_end())(scope, receive, send)
+        else:
+            with suppress(ApiError):
+                await http.until_disconnect(request, asyncio.Event().wait())
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for data in [POST + more] if at_once else [POST, more]:
+            writer.write(data)
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    converse(app, talk)
+    assert not caplog.records
+
+
+def test_of_requests_sent_behind_each_other_the_first_is_answered() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(await Request(scope, receive).body())(scope, receive, send)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST + POST.replace(b"hi", b"ho") + POST)
+        head, body = (await reader.read()).split(b"\r\n\r\n")
+        assert body == b"hi" and b"connection: close" in head
+
+    converse(app, talk)
