@@ -18,16 +18,13 @@ from nanollm.server.errors import ApiError
 
 
 class Client:
-    """Takes num_events messages, then no more; never hangs up."""
+    """Takes all messages and never hangs up."""
 
-    def __init__(self, num_events: int = 99) -> None:
+    def __init__(self) -> None:
         self.messages: list[Any] = []
-        self.num_events = num_events
-        self.aborted = self.closed = False
+        self.closed = False
 
     async def send(self, message: Any) -> None:
-        if len(self.messages) == self.num_events:
-            await asyncio.Event().wait()
         self.messages.append(message)
 
     async def receive(self) -> Any:
@@ -43,9 +40,8 @@ class Client:
             self.closed = True
 
     def read(self, *items: bytes | Exception) -> None:
-        scope = {"extensions": {"nanollm.abort": {"call": lambda: setattr(self, "aborted", True)}}}
         stream = http.EventStream(self.events(*items))
-        asyncio.run(asyncio.wait_for(stream(scope, self.receive, self.send), 10))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(stream({}, self.receive, self.send), 10))  # type: ignore[arg-type]
 
 
 def test_events_go_out_as_they_are() -> None:
@@ -53,7 +49,7 @@ def test_events_go_out_as_they_are() -> None:
     client.read(b"a", b"b")
     assert [message.get("body") for message in client.messages] == [None, b"a", b"b", b""]
     assert client.messages[0]["status"] == 200 and not client.messages[-1]["more_body"]
-    assert client.closed and not client.aborted
+    assert client.closed
 
 
 def test_an_error_before_the_first_event_is_left_to_the_caller() -> None:
@@ -68,13 +64,6 @@ def test_an_error_after_it_is_an_event() -> None:
     client.read(b"a", ApiError(504, "late"))
     assert client.messages[-2]["body"].startswith(b'data: {"error":{"message":"late"')
     assert not client.messages[-1]["more_body"]
-
-
-def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "STALLED_SECONDS", 0.1)
-    client = Client(num_events=2)
-    client.read(b"a", b"b", b"c")
-    assert client.aborted and client.closed
 
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -102,10 +91,10 @@ def converse(app: Any, talk: Talk) -> None:
     uvloop.run(in_time())
 
 
-async def events_without_end() -> AsyncGenerator[bytes, None]:
+async def events_without_end(size: int) -> AsyncGenerator[bytes, None]:
     while True:
-        yield b"data: 1\n\n"
-        await asyncio.sleep(0.01)
+        yield b"x" * size
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -118,7 +107,7 @@ def test_who_hangs_up_loses_the_request_whatever_was_sent_behind_it(
         request = Request(scope, receive)
         assert await request.body() == b"hi"
         if stream:
-            await http.EventStream(events_without_end())(scope, receive, send)
+            await http.EventStream(events_without_end(9))(scope, receive, send)
         else:
             with suppress(ApiError):
                 await http.until_disconnect(request, asyncio.Event().wait())
@@ -141,5 +130,53 @@ def test_of_requests_sent_behind_each_other_the_first_is_answered() -> None:
         writer.write(POST + POST.replace(b"hi", b"ho") + POST)
         head, body = (await reader.read()).split(b"\r\n\r\n")
         assert body == b"hi" and b"connection: close" in head
+
+    converse(app, talk)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_reads_nothing_is_dropped(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "STALLED_SECONDS", 0.2)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = http.EventStream(events_without_end(1 << 20)) if stream else Response(b"x" * (16 << 20))
+        await answer(scope, receive, send)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST)
+
+    converse(app, talk)
+
+
+def test_who_reads_slowly_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "STALLED_SECONDS", 0.5)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * (16 << 20))(scope, receive, send)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST)
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(16):
+            await asyncio.sleep(0.1)
+            await reader.readexactly(1 << 20)
+        writer.close()
+
+    converse(app, talk)
+
+
+def test_a_body_that_was_refused_may_not_come_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(status_code=404)(scope, receive, send)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST.replace(b"2", b"1000000000"))
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"x")
+                await asyncio.sleep(0.01)
 
     converse(app, talk)
