@@ -148,6 +148,8 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
         (tool({"properties": {"a": {"items": {"pattern": "^(()"}}}}), r"tools\[0\].function.parameters has pattern"),
         (tool({"properties": {"a": {"not": {}}}}) | {"tool_choice": CHOICE}, "json: the schema.properties.a.not"),
         ({"tool_choice": "required"}, "needs tools"),
+        (tool({}) | {"tool_choice": {"type": "function", "function": "f"}}, "tool_choice must be"),
+        (tool({}) | {"tool_choice": {"type": "function", "function": None}}, "tool_choice must be"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
     ],
 )
