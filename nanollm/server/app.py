@@ -98,15 +98,20 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    model = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "nanollm",
+        "max_model_len": engine.max_model_len,
+    }
+
     async def models(request: Request) -> Response:
-        model = {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "nanollm",
-            "max_model_len": engine.max_model_len,
-        }
         return _json({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return _json(model)
 
     async def completions(request: Request) -> Response:
         return await create_completion(service, request)
@@ -139,7 +144,13 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
         return _json({"prompt": text})
 
     paths = {
-        "GET": {"/health": health, "/version": version, "/metrics": metrics, "/v1/models": models},
+        "GET": {
+            "/health": health,
+            "/version": version,
+            "/metrics": metrics,
+            "/v1/models": models,
+            "/v1/models/{name:path}": one_model,  # names may have slashes
+        },
         "POST": {
             "/v1/completions": completions,
             "/v1/chat/completions": chat,

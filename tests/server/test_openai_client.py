@@ -65,6 +65,7 @@ def stream_text(chunks: Any) -> dict[int, str]:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("smollm2", 8192)]  # type: ignore[attr-defined]
+    assert client.models.retrieve("smollm2") == client.models.list().data[0]
 
 
 def test_completion_is_the_offline_one(client: openai.OpenAI, llm: LLM) -> None:
