@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanollm.server.errors import ApiError, as_api_error, error_body
@@ -67,6 +67,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_header, self._header_bytes = False, 0
         self._stop_waiting()
         self._wait_for_message(BODY_SECONDS)
+        if self.parser.get_http_version() == "1.0":
+            self.app = self._without_chunks
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle
@@ -75,6 +77,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_header = True
         self._stop_waiting()
         super().on_message_complete()
+
+    async def _without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app for clients of HTTP/1.0, which know no chunks and read to the end."""
+
+        async def send_plain(message: Message) -> None:
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, len(message.get("body", b""))
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_plain)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -180,3 +180,20 @@ def test_a_body_that_was_refused_may_not_come_for_ever(monkeypatch: pytest.Monke
                 await asyncio.sleep(0.01)
 
     converse(app, talk)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_1_0_has_no_chunks(stream: bool) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        for event in (b"a", b"b"):
+            yield event
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await (http.EventStream(events()) if stream else Response(b"ab"))(scope, receive, send)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST.replace(b"1.1", b"1.0"))
+        head, body = (await reader.read()).split(b"\r\n\r\n")
+        assert body == b"ab" and b"chunked" not in head and (b"content-length: 2" in head) != stream
+
+    converse(app, talk)
