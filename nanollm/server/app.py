@@ -239,4 +239,7 @@ async def _end(server: uvicorn.Server, engine: AsyncLLMEngine, shutdown_timeout:
             return
         await asyncio.sleep(0.1)
     await asyncio.sleep(shutdown_timeout)
+    for connection in server.server_state.connections:
+        if isinstance(connection, BoundedHttpProtocol) and connection.cycle is not None and connection.cycle.more_body:
+            connection.transport.abort()  # what has not come whole by now was no request yet
     await engine.close()
