@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -41,12 +41,14 @@ from nanollm.runtime import channel
 from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError
 from nanollm.sampling_params import SamplingParams
 from nanollm.text.output_processor import OutputProcessor
-from nanollm.text.prompts import Prompt, default_params, prepare_prompt
+from nanollm.text.prompts import PreparedParams, Prompt, default_params, prepare_params, prepare_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanollm.models.source import ModelSource
+
+T = TypeVar("T")
 
 CLOSED = "this engine was closed: make a new AsyncLLMEngine"
 _BUFFER_BYTES = 4 << 20  # between the processes, so that a busy client never holds up a step
@@ -109,7 +111,7 @@ class AsyncLLMEngine:
         self.stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self.dead = asyncio.Event()  # the engine process has ended, by itself or by close()
         # Tokenizing and templates take a while for long texts; one thread, since the tokenizer is not safe for more.
-        self.text_thread = ThreadPoolExecutor(1, thread_name_prefix="nanollm-text")
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="nanollm-text")
         self._kwargs = kwargs
         self.why_dead = "the engine was not started: call start(), or use `async with`"
         self._requests: dict[int, _Request] = {}  # by the id of the first continuation
@@ -149,7 +151,7 @@ class AsyncLLMEngine:
         await asyncio.to_thread(_end, self._process)
         if self._deliverer is not None:
             await self._deliverer
-        self.text_thread.shutdown(wait=False, cancel_futures=True)
+        self._text_thread.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> "AsyncLLMEngine":
         await self.start()
@@ -185,19 +187,27 @@ class AsyncLLMEngine:
         stream: False yields each output once, when it is finished. timeout: seconds until TimeoutError is raised.
         """
         mailbox = _Mailbox()
-        params = sampling_params or self.get_default_sampling_params()
+        given = sampling_params or self.get_default_sampling_params()
         arrival_time = time.monotonic()
         ids: list[int] = []
         expiry = (
             asyncio.get_running_loop().call_later(timeout, self._expire, ids, mailbox, timeout) if timeout else None
         )
         try:
+            prepare = self.in_text_thread if getattr(given, "bad_words", None) else _at_once
+            checked = await prepare(prepare_params, self.tokenizer, given)
+            if checked.params.logits_processors:
+                raise ValueError("logits_processors are for LLM only: functions can't go to the engine's process")
+            if (number := len(prompts) * checked.params.n) > self.capacity:
+                raise ValueError(
+                    f"prompts times n must be at most {self.capacity}, max_num_seqs + max_waiting, got {number}"
+                )
             for index, prompt in enumerate(prompts):
-                message, text = await self._prepare(prompt, params, arrival_time)
+                message, text = await self._prepare(prompt, checked, arrival_time)
                 external_id = str(message.request_id) if request_id is None else request_id
                 if len(prompts) > 1:
                     external_id = f"{external_id}-{index}"
-                self._add(message, text, _Request(mailbox, index, external_id, params.n), stream)
+                self._add(message, text, _Request(mailbox, index, external_id, checked.params.n), stream)
                 ids.append(message.request_id)
             left = len(prompts)
             while left:
@@ -225,31 +235,26 @@ class AsyncLLMEngine:
         self.tokenizer = find_tokenizer(config, source)
         return source
 
-    async def _prepare(self, prompt: Prompt, params: SamplingParams, arrival_time: float) -> tuple[Add, str | None]:
+    async def _prepare(self, prompt: Prompt, checked: PreparedParams, arrival_time: float) -> tuple[Add, str | None]:
         """Returns the request as the engine takes it, and its text."""
-        arguments = self.tokenizer, prompt, params
-        if isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None):
-            run = asyncio.get_running_loop().run_in_executor
-            prepared = await run(self.text_thread, prepare_prompt, *arguments)
-        else:
-            prepared = prepare_prompt(*arguments)
-        if prepared.params.logits_processors:
-            raise ValueError("logits_processors are for LLM only: functions can't go to the engine's process")
+        has_ids = isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
+        prepare = _at_once if has_ids or not isinstance(prompt, str | Mapping) else self.in_text_thread
+        prepared = await prepare(prepare_prompt, self.tokenizer, prompt, self.max_model_len)
         token_ids = check_token_ids(prepared.token_ids, self._vocab_size).tolist()
         request_id = self._next_id
-        self._next_id += params.n
+        self._next_id += checked.params.n
         return (
-            Add(request_id, token_ids, prepared.params, prepared.cache_salt, prepared.bad_words, arrival_time),
+            Add(request_id, token_ids, checked.params, prepared.cache_salt, checked.bad_words, arrival_time),
             prepared.text,
         )
+
+    async def in_text_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call it where long texts hold nobody up."""
+        return await asyncio.get_running_loop().run_in_executor(self._text_thread, function, *arguments)
 
     def _add(self, message: Add, text: str | None, request: _Request, stream: bool) -> None:
         if self.why_dead:
             raise EngineDeadError(self.why_dead)
-        if request.num_choices > self.capacity:
-            raise ValueError(
-                f"n must be at most {self.capacity}, max_num_seqs + max_waiting, got {request.num_choices}"
-            )
         if self._num_unfinished + request.num_choices > self.capacity:
             raise QueueFullError(
                 f"{self._num_unfinished} sequences run or wait, which is as many as may: try again later"
@@ -343,6 +348,12 @@ class AsyncLLMEngine:
 
 
 _DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+async def _at_once(function: Callable[..., T], *arguments: Any) -> T:
+    """Call it here, once the other tasks had their turn."""
+    await asyncio.sleep(0)
+    return function(*arguments)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from nanollm import AsyncLLMEngine, EngineDeadError, RequestOutput, SamplingParams
-from nanollm.async_engine import QueueFullError
+from nanollm.async_engine import _DECODER, QueueFullError
+from nanollm.engine.engine_process import Died, Refused, pack
 from tests.conftest import DEVICE, TinyModel, random_prompt
 
 SETTINGS: dict[str, Any] = {
@@ -182,6 +183,27 @@ def test_a_bad_request_fails_alone(
     output, error = shared.run(run())
     assert output.outputs[0].token_ids == model.greedy(good, 5)
     assert isinstance(error, ValueError) and message in str(error)
+
+
+def test_errors_cross_whatever_they_quote() -> None:
+    refused, died = (_DECODER.decode(pack(message)) for message in (Refused(7, "bad \ud800"), Died("why \udc80")))
+    assert refused == Refused(7, r"bad \ud800") and died == Died(r"why \udc80")
+
+
+def test_parameters_of_many_prompts_are_checked_once(shared: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any prompt: what can never fit is no matter of waiting, and long lists are not checked again and again."""
+    checks = []
+    check = SamplingParams.__post_init__
+    monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: checks.append(params) or check(params))
+
+    async def run(params: SamplingParams) -> list[tuple[int, RequestOutput]]:
+        return [output async for output in shared.engine.generate_all([[1], [2], [3]], params, stream=False)]
+
+    params = greedy(1, allowed_token_ids=list(range(300)))
+    checks.clear()
+    assert len(shared.run(run(params))) == 3 and len(checks) == 1
+    with pytest.raises(ValueError, match="prompts times n must be at most 8, max_num_seqs \\+ max_waiting, got 9"):
+        shared.run(run(greedy(1, n=3)))
 
 
 def test_a_request_id_is_free_again_when_its_request_is_done(shared: Loop) -> None:

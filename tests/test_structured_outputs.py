@@ -1,10 +1,12 @@
 """structured_outputs and logits_processors through the whole engine: what comes out is what was asked for."""
 
+import gc
 import json
 import random
 import re
 import threading
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from nanollm import LLM, SamplingParams
 from nanollm.engine import grammars, sequence
 from nanollm.engine.grammars import Grammar, Grammars
 from nanollm.engine.json_schema import MAX_DEPTH
-from nanollm.sampling_params import MAX_GRAMMAR_CHARS
+from nanollm.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from tests.conftest import DEVICE, TinyModel, random_prompt
 
 EOS = 1
@@ -404,6 +406,11 @@ def nested(levels: int) -> dict[str, Any]:
         ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
         ({}, "got none"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "regex may have 65536 characters, got 65537"),
+        *(({kind: "\ud800"}, f"{kind} has half a surrogate pair at character 0")
+          for kind in ("json", "regex", "choice", "grammar")),
+        *(({"json": schema}, r"json: has half a surrogate pair, '\\ud800'")
+          for schema in (r'{"properties": {"\ud800": {"not": {}}}}', {"enum": ["\ud800"]})),
+        ({"regex": r"a\ud83d\ude00"}, r"regex: it has \\ud83d, half a surrogate pair"),
         ({"regexp": "a"}, "has no field 'regexp'"),
         ({"regex": 5}, "regex must be a string, got 5"),
         ("a", "must be StructuredOutputsParams"),
@@ -437,10 +444,10 @@ def test_grammars_that_take_long_are_refused_and_others_are_not(monkeypatch: pyt
     made, finish = Grammars(lambda: llm.tokenizer, llm.model_config), threading.Event()
     really_compile = made._compile
 
-    def compile(grammar: Grammar) -> Any:
-        if grammar.wanted.choice:
+    def compile(wanted: StructuredOutputsParams) -> Any:
+        if wanted.choice:
             finish.wait()
-        return really_compile(grammar)
+        return really_compile(wanted)
 
     def start(structure: dict[str, Any]) -> Grammar:
         return made.compile(ask(structure).structured_outputs)
@@ -507,8 +514,21 @@ def test_compiled_grammars_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatc
 
     first = compile("one")
     assert compile("one") is first
-    monkeypatch.setattr(grammars, "CACHE_BYTES", 3 * first.memory_size_bytes)
+    monkeypatch.setattr(grammars, "CACHE_BYTES", 3 * sum(known.num_bytes for known in made._known.values()))
     for i in range(10):
         compile(f"n{i}")
         compile("one")
     assert compile("one") is first and len(made._known) <= 3
+
+
+def test_what_is_counted_for_grammars_is_no_less_than_what_they_keep(llm: LLM) -> None:
+    made = Grammars(lambda: llm.tokenizer, llm.model_config)
+    made.compile(ask({"regex": "a"}).structured_outputs).result()
+    tracemalloc.start()
+    try:
+        for i in range(40):
+            made.compile(ask({"json": {"const": i, "description": "é" * 10_000}}).structured_outputs).result()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < sum(known.num_bytes for known in made._known.values())
+    finally:
+        tracemalloc.stop()

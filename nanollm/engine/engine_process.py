@@ -12,7 +12,7 @@ import msgspec
 from nanollm.engine.engine_core import EngineCore, EngineStats
 from nanollm.engine.sequence import Sequence
 from nanollm.outputs import EngineOutput
-from nanollm.runtime.channel import Kind, Link, LinkClosedError
+from nanollm.runtime.channel import Kind, Link, LinkClosedError, as_unicode
 from nanollm.sampling_params import SamplingParams
 
 _CHECK_SECONDS = 0.5  # how often an idle engine looks whether its ranks are alive
@@ -80,7 +80,9 @@ _DECODER: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClie
 
 
 def pack(message: FromClient | FromEngine) -> bytes:
-    """A message without its frame, which Link makes."""
+    """A message without its frame, which Link makes. An error gets through whatever its text quotes."""
+    if isinstance(message, Refused | Died):
+        message.error = as_unicode(message.error)
     return msgspec.msgpack.encode(message)
 
 

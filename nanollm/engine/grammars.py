@@ -1,6 +1,7 @@
 """Structured output: grammars compiled off the step's path, and which tokens they allow next. Through xgrammar."""
 
 import atexit
+import hashlib
 import json
 import os
 import threading
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 10.0  # after which a grammar is refused
 MASK_SECONDS = 0.5  # of CPU time, after which the first mask of a grammar has it refused
 CACHE_BYTES = 256 << 20
+_OBJECT_BYTES = 4096  # of one that is kept, beside what xgrammar counts
 _THREADS = 4
 _MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
 _is_exiting = threading.Event()
@@ -48,8 +50,8 @@ def await_threads() -> None:
 class Grammar:
     """A grammar that is being compiled, or was."""
 
-    def __init__(self, wanted: StructuredOutputsParams) -> None:
-        self.wanted = wanted
+    def __init__(self, kind: str) -> None:
+        self.kind = kind  # of structured_outputs; their text, which may be long, is not kept
         self.future: Future[Any] = Future()
         self.started = float("inf")  # time.monotonic() when a thread took it up
         self.num_bytes = 0
@@ -65,7 +67,7 @@ class Grammar:
             wait([self.future], timeout=0.05)
         if not self.future.done():
             raise ValueError(
-                f"structured_outputs.{self.wanted.kind} takes over {COMPILE_SECONDS:g} s to compile: make it simpler"
+                f"structured_outputs.{self.kind} takes over {COMPILE_SECONDS:g} s to compile: make it simpler"
             )
         return self.future.result()
 
@@ -82,8 +84,8 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._vocab_size, self._eos_token_ids = model_config.vocab_size, list(model_config.eos_token_ids)
         self._lock, self._start_lock = threading.Lock(), threading.Lock()
-        self._known: OrderedDict[str, Grammar] = OrderedDict()
-        self._queue: deque[tuple[str, Grammar]] = deque()
+        self._known: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._queue: deque[tuple[bytes, Grammar, StructuredOutputsParams]] = deque()
         self._num_workers = 0
         self._refused: list[threading.Thread] = []
         self._masks = np.empty((0, 0), np.int32)
@@ -92,11 +94,11 @@ class Grammars:
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """Start compiling, unless that was done or is going on."""
-        key = repr(wanted)
+        key = hashlib.sha256(repr(wanted).encode()).digest()
         with self._lock:
             if (grammar := self._known.get(key)) is None:
-                grammar = self._known[key] = Grammar(wanted)
-                self._queue.append((key, grammar))
+                grammar = self._known[key] = Grammar(wanted.kind)
+                self._queue.append((key, grammar, wanted))
                 if self._num_workers < _THREADS:
                     self._num_workers += 1
                     threading.Thread(target=self._work, name="nanollm-grammars", daemon=True).start()
@@ -129,36 +131,38 @@ class Grammars:
                 if not self._queue or _is_exiting.is_set():
                     self._num_workers -= 1
                     return
-                key, grammar = self._queue.popleft()
+                key, grammar, wanted = self._queue.popleft()
                 self._refused = [thread for thread in self._refused if thread.is_alive()]
                 is_full = len(self._refused) >= _MAX_REFUSED
             if is_full:
                 why = f"{_MAX_REFUSED} that take too long are still being compiled: try again later"
-                self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.wanted.kind}: {why}"))
+                self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.kind}: {why}"))
                 continue
             grammar.started = time.monotonic()
-            thread = threading.Thread(target=self._run, args=(key, grammar), name="nanollm-grammar", daemon=True)
+            thread = threading.Thread(
+                target=self._run, args=(key, grammar, wanted), name="nanollm-grammar", daemon=True
+            )
             thread.start()
             thread.join(COMPILE_SECONDS)
             if thread.is_alive():
                 with self._lock:
                     self._refused.append(thread)
 
-    def _refuse(self, key: str, grammar: Grammar, error: ValueError) -> None:
+    def _refuse(self, key: bytes, grammar: Grammar, error: ValueError) -> None:
         with self._lock:
             self._known.pop(key, None)
         grammar.future.set_exception(error)
 
-    def _run(self, key: str, grammar: Grammar) -> None:
+    def _run(self, key: bytes, grammar: Grammar, wanted: StructuredOutputsParams) -> None:
         try:
-            compiled = self._compile(grammar)
+            compiled = self._compile(wanted)
         except BaseException as error:  # of any kind: somebody waits
             if not isinstance(error, ValueError):
                 error = ValueError(f"structured_outputs can't be had: {error!r}")
             self._refuse(key, grammar, error)
             return
         with self._lock:
-            grammar.num_bytes = compiled.memory_size_bytes
+            grammar.num_bytes = compiled.memory_size_bytes + _OBJECT_BYTES
             left = sum(known.num_bytes for known in self._known.values())
             for oldest, known in list(self._known.items()):
                 if left > CACHE_BYTES and known.num_bytes:
@@ -166,12 +170,12 @@ class Grammars:
                     del self._known[oldest]
         grammar.future.set_result(compiled)
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, wanted: StructuredOutputsParams) -> Any:
         with self._start_lock:
             if self._compiler is None:  # the last that _start sets
                 self._start()
         try:
-            parsed = _parse(grammar.wanted)
+            parsed = _parse(wanted)
             if not _can_end(json.loads(parsed.serialize_json())):
                 raise ValueError("accepts nothing: no output could ever be complete")
             compiled = self._compiler.compile_grammar(parsed)
@@ -181,7 +185,7 @@ class Grammars:
             text = str(error)
             if not isinstance(error, ValueError):  # xgrammar's begin with the place in its source
                 text = text.partition(": ")[2].strip() or text
-            raise ValueError(f"structured_outputs.{grammar.wanted.kind}: {text}") from None
+            raise ValueError(f"structured_outputs.{wanted.kind}: {text}") from None
 
     def _try_out(self, compiled: Any) -> None:
         """Make the first mask here: one that takes long would hold up a step, and everybody in it."""

@@ -74,12 +74,17 @@ _JSON_ASCII = [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E)]  # what a JSON string m
 # Gaps where UTF-8 gets longer: xgrammar would let the longer forms of shorter ones into a range across.
 _BEYOND_ASCII = [(0x80, 0x7FE), (0x800, 0xD7FF), (0xE000, 0xFFFE), (0x10000, 0x10FFFF)]
 _MAX_NUMBER = 2**53  # beyond, a float64 is not exact
+_MAX_MULTIPLE = 1024  # beyond, xgrammar lets any integer through
+_MAX_COMPARED = 2**20  # pairs of a oneOf's schemas, and their values: half a second
 
 
 def prepare_schema(text: str) -> str:
     """The schema as xgrammar keeps to it. ValueError says where it is wrong, or not supported, and what to do."""
     try:
         schema = json.loads(text)
+        json.dumps(schema, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has half a surrogate pair, {error.object[error.start]!a}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
     return json.dumps(_prepare(schema, schema, "the schema", 0))
@@ -100,7 +105,7 @@ def check_form(schema: Any, at: str) -> None:
             raise ValueError(f"{at} has type {part['type']!r:.100}: known are {', '.join(_TYPES)}")
         if isinstance(pattern := part.get("pattern"), str):
             try:  # what Python spells in another way made its own
-                re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\[pP]\{.*?\}", "x", pattern)))
+                re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", re.sub(r"\\[pP]\{[^{}]*\}", "x", pattern)))
             except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"{at} has pattern {pattern!r:.100}: {error}") from None
         left.extend(value for name, value in part.items() if name not in ("const", "enum", "default", "examples"))
@@ -166,9 +171,7 @@ def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at:
     if name == "allOf" and len(schema[name]) > 1:
         raise ValueError(f"{at}.allOf may have one schema only: merge them")
     if name == "oneOf":
-        for a, b in combinations(schema[name], 2):
-            if not _disjoint(a, b, root):
-                raise ValueError(f"{at}.oneOf has schemas that one value may fit both of: use anyOf")
+        _check_one_of(schema[name], root, at)
     if is_list:
         values = [schema["const"]] if name == "const" else _need(schema, name, list, "a list", at)
         types = _types(schema, at)
@@ -199,7 +202,8 @@ def _prepare_values(schema: dict[str, Any], at: str) -> None:
     if "multipleOf" in schema:
         if "number" in types or any(name in schema for name in _BOUNDS):
             raise ValueError(f"{at}.multipleOf is supported for type integer without bounds only")
-        _need(schema, "multipleOf", int, "an integer", at)
+        if not 1 <= _need(schema, "multipleOf", int, "an integer", at) <= _MAX_MULTIPLE:
+            raise ValueError(f"{at}.multipleOf must be from 1 to {_MAX_MULTIPLE}, got {schema['multipleOf']}")
     if "number" in types:
         _check_bounds(schema, at)
     if "string" in types:
@@ -290,22 +294,43 @@ def _numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def _disjoint(a: Any, b: Any, root: Any) -> bool:
-    """Whether it is plain that no value fits both schemas: by type, values, or a property that tells them apart."""
-    a, b = _resolve(a, root), _resolve(b, root)
-    values_a, values_b = _values(a), _values(b)
-    if values_a is not None and values_b is not None:
-        return not any(value in values_b for value in values_a)
-    kinds_a, kinds_b = _kinds(a, values_a), _kinds(b, values_b)
-    if not kinds_a & kinds_b:
-        return True
-    if kinds_a & kinds_b != {"object"}:
-        return False
-    for name in {*a.get("required", ())} & {*b.get("required", ())}:
-        pair = [_values(_resolve(schema.get("properties", {}).get(name), root)) for schema in (a, b)]
-        if pair[0] is not None and pair[1] is not None and not any(value in pair[1] for value in pair[0]):
-            return True
-    return False
+def _check_one_of(schemas: list[Any], root: Any, at: str) -> None:
+    """ValueError unless plainly no value fits two of them: by type, values, or a property that tells them apart."""
+    overlap = ValueError(f"{at}.oneOf has schemas that one value may fit both of: use anyOf")
+    listed: set[Any] = set()
+    examples: dict[type, Any] = {}  # of what is listed
+    branches: list[tuple[set[str], dict[str, set[Any]]]] = []  # others: their types, and values of required properties
+    size = 0
+    for schema in (_resolve(schema, root) for schema in schemas):
+        if (values := _values(schema)) is not None:
+            new = {_hashable(value) for value in values}
+            if not listed.isdisjoint(new):
+                raise overlap
+            listed |= new
+            examples |= {type(value): value for value in values}
+            continue
+        tags = {}
+        for name in schema.get("required", ()):
+            values = _values(_resolve(schema.get("properties", {}).get(name), root)) or []
+            if values and not any(isinstance(value, list | dict) for value in values):
+                tags[name] = set(values)
+            size += 1 + len(values)
+        branches.append((_kinds(schema, None), tags))
+        if (size + len(branches)) * len(branches) > _MAX_COMPARED:
+            raise ValueError(f"{at}.oneOf has {len(schemas)} schemas, which is too much to compare: use anyOf")
+    branches.append((_kinds({}, [*examples.values()]), {}))
+    for (kinds_a, tags_a), (kinds_b, tags_b) in combinations(branches, 2):
+        common = kinds_a & kinds_b
+        names = tags_a.keys() & tags_b.keys() if common == {"object"} else ()
+        if common and not any(tags_a[name].isdisjoint(tags_b[name]) for name in names):
+            raise overlap
+
+
+def _hashable(value: Any) -> Any:
+    """Equal for equal values."""
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(item)) for name, item in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _resolve(schema: Any, root: Any) -> dict[str, Any]:
@@ -355,6 +380,8 @@ def prepare_regex(pattern: str, at: str, *, in_json: bool = False) -> str:
             token = f"[{token}]"
         if len(token) > 1 and token[0] == "[":
             token = _written_out(token, at, in_json)
+        elif 0xD800 <= (_code(token) or 0) < 0xE000:
+            raise ValueError(f"{at} has {token}, half a surrogate pair: {pattern!r:.100}")
         elif in_json and _is_barred(token):
             raise ValueError(f"{at} has {token}, which JSON escapes and so can't be matched: {pattern!r:.100}")
         prepared.append(token)

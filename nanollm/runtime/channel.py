@@ -42,6 +42,11 @@ def pack(kind: Kind, payload: bytes) -> bytes:
     return HEADER.pack(_MAGIC, kind, len(payload)) + payload
 
 
+def as_unicode(text: str) -> str:
+    """The text with halves of surrogate pairs, which UTF-8 can't hold, as their escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class EngineDeadError(RuntimeError):
     """The engine can't go on: a rank failed, or it was closed. Make a new LLM."""
 

@@ -23,7 +23,7 @@ from nanollm.config import EngineConfig, ModelConfig
 from nanollm.distributed.partition import HeadPartition, mlp_split
 from nanollm.distributed.tp_group import TPGroup, world_is_taken
 from nanollm.models.source import ModelSource
-from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError, Listener, connect
+from nanollm.runtime.channel import EngineDeadError, Kind, Link, LinkClosedError, Listener, as_unicode, connect
 
 _WORKER = "nanollm-rank"  # the processes we start are named so, and know themselves by it
 _SHARE_GPU = "NANOLLM_RANKS_SHARE_GPUS"  # tests only: more ranks than GPUs, over gloo; right but slow
@@ -147,7 +147,7 @@ class Ranks:
         healthy = not (self.failure or self._gone or self._reports)
         try:
             if healthy or not self.processes:
-                goodbye = (Kind.CLOSE, b"") if healthy else (Kind.ERROR, self.failure.encode())
+                goodbye = (Kind.CLOSE, b"") if healthy else (Kind.ERROR, as_unicode(self.failure).encode())
                 for link in self.links:
                     with contextlib.suppress(LinkClosedError, TimeoutError):
                         link.send(*goodbye, timeout=1.0)
@@ -369,7 +369,7 @@ def failures_told(link: Link) -> Iterator[None]:
         raise
     except BaseException:
         with contextlib.suppress(LinkClosedError, TimeoutError):
-            link.send(Kind.ERROR, f"{time.time()}\n{traceback.format_exc()}".encode(), timeout=1.0)
+            link.send(Kind.ERROR, f"{time.time()}\n{as_unicode(traceback.format_exc())}".encode(), timeout=1.0)
         raise
 
 

@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ logger = logging.getLogger("nanollm")
 
 DEAD_SECONDS = 2.0  # from the engine's death to the server's end: open requests get their errors, /health says 503
 KEEP_ALIVE_SECONDS = 75  # longer than clients keep a connection, so that they never send on one that is closing
+MOST_COUNTED = 2**18  # tokens of a text that /tokenize takes, or of the longest prompt: prompts wait meanwhile
 LAST_SECONDS = 5.0  # for responses to end after the drain time, when all requests have been aborted
 
 
@@ -131,7 +133,8 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
             raise ApiError(400, "give prompt or messages")
         else:
             tokenizer = need_tokenizer(engine.tokenizer, "text")
-            ids = await service.in_text_thread(lambda: encode_prompt(tokenizer, text, add_special_tokens=special))
+            encode = partial(encode_prompt, add_special_tokens=special, most=max(engine.max_model_len, MOST_COUNTED))
+            ids = await engine.in_text_thread(encode, tokenizer, text)
         return _json({"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids})
 
     async def detokenize(request: Request) -> Response:
@@ -140,7 +143,7 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
         tokenizer = need_tokenizer(engine.tokenizer, "text")
         if any(not 0 <= token_id < len(tokenizer) for token_id in asked.tokens):
             raise ApiError(400, f"tokens must be from 0 to {len(tokenizer) - 1}")
-        text = await service.in_text_thread(lambda: tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False))
+        text = await engine.in_text_thread(lambda: tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False))
         return _json({"prompt": text})
 
     paths = {

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from nanollm.engine.json_schema import check_form
 from nanollm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanollm.sampling_params import MAX_GRAMMAR_CHARS
 from nanollm.server.completions import LOWEST_LOGPROB
 from nanollm.server.errors import ApiError
 from nanollm.server.http import EventStream, read_json, until_disconnect
@@ -45,7 +46,8 @@ async def create_chat(service: Service, request: Request) -> Response:
     service.check_model(asked.model)
     if asked.chat_template is not None:
         raise ApiError(400, "chat_template is the server's to choose: start it with --chat-template")
-    forced, max_calls, schema, ending = _read_tools(asked)
+    # Python may take seconds to compile a small pattern.
+    forced, max_calls, schema, ending = await service.in_time("reading tools", lambda: _read_tools(asked))
     messages = [_as_template_message(i, message) for i, message in enumerate(asked.messages)]
     thinks = is_thinking = False
 
@@ -149,6 +151,8 @@ def _tool_name(i: int, tool: Any) -> str:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":
         raise ApiError(400, f"tools[{i}].function.parameters must be a schema of type object, got {parameters!r:.200}")
+    if (size := len(json.dumps(parameters))) > MAX_GRAMMAR_CHARS:
+        raise ApiError(400, f"tools[{i}].function.parameters may have {MAX_GRAMMAR_CHARS} characters, got {size}")
     check_form(parameters, f"tools[{i}].function.parameters")
     return name
 

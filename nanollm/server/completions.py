@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -52,7 +53,8 @@ async def _as_prompt(service: Service, asked: CompletionRequest, prompt: str | l
     found: dict[str, Any] = {"prompt": prompt, "cache_salt": asked.cache_salt}
     if not asked.add_special_tokens:
         tokenizer = need_tokenizer(service.engine.tokenizer, "a text prompt")
-        ids = await service.in_text_thread(lambda: encode_prompt(tokenizer, prompt, add_special_tokens=False))
+        encode = partial(encode_prompt, add_special_tokens=False, most=service.engine.max_model_len)
+        ids = await service.engine.in_text_thread(encode, tokenizer, prompt)
         found["prompt_token_ids"] = ids
     return found
 

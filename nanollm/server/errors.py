@@ -6,7 +6,7 @@ import msgspec
 from starlette.responses import Response
 
 from nanollm.async_engine import CLOSED, QueueFullError
-from nanollm.runtime.channel import EngineDeadError
+from nanollm.runtime.channel import EngineDeadError, as_unicode
 
 RETRY_SECONDS = 1  # what a client that was turned away is told to wait
 
@@ -16,7 +16,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code = status, as_unicode(message), code
 
 
 def as_api_error(error: Exception) -> ApiError:

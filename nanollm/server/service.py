@@ -1,6 +1,5 @@
 """What all paths share: one engine, its name, its metrics."""
 
-import asyncio
 import ctypes
 import re
 import secrets
@@ -19,7 +18,7 @@ from nanollm.text.chat import render_chat
 from nanollm.text.prompts import Prompt, need_tokenizer
 from nanollm.text.tokenizer import encode_prompt
 
-TEMPLATE_SECONDS = 5.0  # for a chat template, which is the model's own program, and for tokenizing what it made
+TEMPLATE_SECONDS = 5.0  # for tools; for a chat template, the model's own program, and for tokenizing what it made
 
 T = TypeVar("T")
 
@@ -87,16 +86,16 @@ class Service:
                 tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables or {}
             )
             text += suffix(text)
-            return text, encode_prompt(tokenizer, text, add_special_tokens=False)
+            return text, encode_prompt(tokenizer, text, add_special_tokens=False, most=self.engine.max_model_len)
 
+        return await self.in_time("the chat template", encode)
+
+    async def in_time(self, what: str, function: Callable[[], T]) -> T:
+        """Call in the text thread what a request can make slow; ApiError if it takes longer than TEMPLATE_SECONDS."""
         try:
-            return await self.in_text_thread(_in_time, encode, TEMPLATE_SECONDS)
+            return await self.engine.in_text_thread(_in_time, function, TEMPLATE_SECONDS)
         except _TookTooLong:
-            raise ApiError(400, f"the chat template took longer than {TEMPLATE_SECONDS:g} s") from None
-
-    async def in_text_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call it where long texts hold nobody up."""
-        return await asyncio.get_running_loop().run_in_executor(self.engine.text_thread, function, *arguments)
+            raise ApiError(400, f"{what} took longer than {TEMPLATE_SECONDS:g} s") from None
 
 
 class _TookTooLong(BaseException):

@@ -113,4 +113,5 @@ def _read_call(body: str) -> tuple[str, str] | None:
         return None
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or not isinstance(arguments, dict):
         return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+    # An escape of half a surrogate pair stays one: it can't be sent as a character.
+    return name, json.dumps(arguments, ensure_ascii=False).encode(errors="backslashreplace").decode()

@@ -124,11 +124,14 @@ class _Request:
 
     def show(self) -> RequestOutput:
         """What to hand to the caller."""
+        choices = self.choices
+        if not self.num_running:
+            self.choices = []  # which know their request: a cycle would keep all of it until a collection finds it
         return RequestOutput(
             self.external_id,
             self.prompt,
             self.prompt_token_ids,
-            [choice.completion() for choice in self.choices],
+            [choice.completion() for choice in choices],
             not self.num_running,
             self.metrics,
             self.num_cached_tokens,

@@ -17,33 +17,35 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 @dataclass
 class PreparedPrompt:
-    """A prompt as the engine takes it. text: None if it came as token ids. bad_words: token ids of each."""
+    """A prompt as the engine takes it. text: None if it came as token ids."""
 
     text: str | None
     token_ids: Sequence[int]
     cache_salt: str
+
+
+@dataclass
+class PreparedParams:
+    """Sampling parameters as the engine takes them. bad_words: token ids of each."""
+
     params: SamplingParams
     bad_words: list[list[int]]
 
 
-def prepare_prompt(
-    tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt, params: SamplingParams
-) -> PreparedPrompt:
-    """Read and tokenize one prompt: a string, token ids or a dict, as LLM.generate takes them.
+def prepare_params(tokenizer: "PreTrainedTokenizerBase | None", params: SamplingParams) -> PreparedParams:
+    """A copy with all settings checked again: fields may have been assigned since.
 
-    params are copied and their settings checked again: fields may have been assigned since.
-    Raises ValueError if either is wrong, or needs a tokenizer and there is none.
+    Raises ValueError if one is wrong, or needs a tokenizer and there is none.
     """
     if not isinstance(params, SamplingParams):
         raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
-    text, token_ids, salt = _read(tokenizer, prompt)
     params = replace(params)
     if params.stop:
         need_tokenizer(tokenizer, "stop strings")
     bad_words: list[list[int]] = []
     if params.bad_words:
         bad_words = encode_bad_words(need_tokenizer(tokenizer, "bad_words"), params.bad_words)
-    return PreparedPrompt(text, token_ids, salt, params, bad_words)
+    return PreparedParams(params, bad_words)
 
 
 def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -65,16 +67,21 @@ def need_tokenizer(tokenizer: "PreTrainedTokenizerBase | None", what: str) -> "P
     return tokenizer
 
 
-def _read(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> tuple[str | None, Sequence[int], str]:
-    """Returns (text if there is one, token ids, cache salt)."""
+def prepare_prompt(
+    tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt, most: int | None = None
+) -> PreparedPrompt:
+    """Read and tokenize one prompt: a string, token ids or a dict, as LLM.generate takes them.
+
+    most: as in encode_prompt. Raises ValueError if it is wrong, or needs a tokenizer and there is none.
+    """
 
     def encode(text: str) -> list[int]:
-        return encode_prompt(need_tokenizer(tokenizer, "a text prompt"), text)
+        return encode_prompt(need_tokenizer(tokenizer, "a text prompt"), text, most=most)
 
     if isinstance(prompt, str):
-        return prompt, encode(prompt), ""
+        return PreparedPrompt(prompt, encode(prompt), "")
     if not isinstance(prompt, Mapping):
-        return None, _token_list(prompt), ""
+        return PreparedPrompt(None, _token_list(prompt), "")
     if unknown := sorted(set(prompt) - _PROMPT_KEYS, key=str):
         raise ValueError(f"unknown prompt field {unknown[0]!r}; known: {', '.join(sorted(_PROMPT_KEYS))}")
     text, salt = prompt.get("prompt"), prompt.get("cache_salt")
@@ -82,10 +89,10 @@ def _read(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> tuple[
     if not isinstance(salt, str) or (text is not None and not isinstance(text, str)):
         raise ValueError("prompt and cache_salt must be strings")
     if (token_ids := prompt.get("prompt_token_ids")) is not None:
-        return text, _token_list(token_ids), salt
+        return PreparedPrompt(text, _token_list(token_ids), salt)
     if text is None:
         raise ValueError('a prompt dict needs "prompt" or "prompt_token_ids"')
-    return text, encode(text), salt
+    return PreparedPrompt(text, encode(text), salt)
 
 
 def _token_list(prompt: object) -> Sequence[int]:

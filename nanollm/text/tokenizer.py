@@ -24,6 +24,7 @@ _PRE_TOKENIZERS = {
     "gpt-2": "gpt2",
     "default": "gpt2",
 }
+_PIECE = 2**16  # characters
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # values of tokenizer.ggml.token_type
 
 
@@ -46,11 +47,14 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None) -> "PreTrai
     return tokenizer
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True, most: int | None = None
+) -> list[int]:
     """Return the token ids of `text`; special tokens written in it count as such.
 
     add_special_tokens: True for a plain prompt; False for a rendered chat template, which brings its own BOS.
-    Raises ValueError for what isn't text: another type, or half of a surrogate pair.
+    most: tokens; a text of far more is refused before all of it is tokenized, which others may have to wait for.
+    Raises ValueError for that, and for what isn't text: another type, or half of a surrogate pair.
     """
     if not isinstance(text, str):
         raise ValueError(f"a prompt to tokenize must be a string, got {type(text).__name__}")
@@ -58,7 +62,13 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", text: str, *, add_specia
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}") from None
-    # verbose=False: the engine says itself what is too long.
+    # verbose=False: the engine says itself what is a little too long. Cut anywhere, a text has about as many tokens.
+    if most is not None and len(text) > _PIECE:
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False, verbose=False))
+            if count > most + most // 4:
+                raise ValueError(f"the text of {len(text)} characters has more than {most} tokens: shorten it")
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -61,6 +62,9 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, "patternProperties may have one pattern"),
     ({"type": "object", "additionalProperties": INTEGER, "minProperties": 2}, "minProperties is supported for known"),
     ({"type": "integer", "minimum": 6, "multipleOf": 5}, "multipleOf is supported for type integer without bounds"),
+    ({"type": ["integer", "null"], "exclusiveMaximum": 6, "multipleOf": 5}, "multipleOf is .* integer without bounds"),
+    *(({"type": "integer", "multipleOf": step}, f"multipleOf must be from 1 to 1024, got {step}")
+      for step in (1025, 5000, 2**70, 0, -5)),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf is supported for type integer"),
     ({"type": "integer", "multipleOf": 1.5}, "multipleOf must be an integer"),
     ({"type": "number", "minimum": 1e-7}, "minimum must be a number of at most 6 decimals, got 1e-07"),
@@ -150,6 +154,14 @@ def test_what_is_kept_to(schema: dict[str, Any], good: list[str], bad: list[str]
     assert all(jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)) for text in good)
 
 
+@pytest.mark.parametrize("step", [1, 2, 7, 97, 768, 1023, 1024])
+def test_multiples_are_told_by_all_their_digits(step: int) -> None:
+    matches = _COMPILER.compile_grammar(parse({"type": "integer", "multipleOf": step}))
+    for number in [*range(-100, 100), *(step * i + j for i in (10, 999, 10**9 + 1) for j in range(-3, 4))]:
+        matcher = xgrammar.GrammarMatcher(matches)
+        assert (matcher.accept_string(str(number)) and matcher.is_completed()) == (number % step == 0), number
+
+
 def test_one_of_several_that_a_property_tells_apart_may_be_references() -> None:
     def kind(value: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {"kind": value, "size": INTEGER}, "required": ["kind"]}
@@ -161,6 +173,22 @@ def test_one_of_several_that_a_property_tells_apart_may_be_references() -> None:
     shapes["dogs"]["enum"].append("cat")
     with pytest.raises(ValueError, match="use anyOf"):
         prepare_schema(json.dumps(schema))
+
+
+def test_one_of_many_is_told_apart_in_no_time_or_refused() -> None:
+    def kinds(count: int) -> list[dict[str, Any]]:
+        return [an_object("kind", properties={"kind": {"enum": [i, f"{i}"]}}) for i in range(count)]
+
+    start = time.monotonic()
+    values = [{"const": [i]} if i % 2 else {"enum": [i, f"{i}"]} for i in range(2500)]
+    prepare_schema(json.dumps({"oneOf": values}))
+    prepare_schema(json.dumps({"oneOf": [*kinds(100), *values, {"const": None}]}))
+    for last in ({"const": [1.0]}, {"enum": ["new", 0.0]}, INTEGER, {"type": "array"}):
+        with pytest.raises(ValueError, match="one value may fit both of: use anyOf"):
+            prepare_schema(json.dumps({"oneOf": [*values, last]}))
+    with pytest.raises(ValueError, match="oneOf has 600 schemas, which is too much to compare: use anyOf"):
+        prepare_schema(json.dumps({"oneOf": kinds(600)}))
+    assert time.monotonic() - start < 2
 
 
 BROKEN = [b"\xed\xa0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\xff", b"\x80"]
@@ -216,6 +244,10 @@ def test_schemas_that_are_only_shown_may_have_any_keyword_but_no_unknown_type() 
         "properties": {"type": {"enum": [{"type": "x"}]}, "p": {"pattern": r"(?<y>\p{L})(?<=a)(?<!b)"}},
     }
     check_form([fine, {"not": {}, "default": {"type": "x"}}], "it")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="it has pattern"):
+        check_form({"pattern": r"\p{" * 20_000}, "it")
+    assert time.monotonic() - start < 1
     for bad in ({"type": "stsring"}, {"items": [{"type": ["string", "x"]}]}, {"pattern": "(("}):
         with pytest.raises(ValueError, match=r"it has (type|pattern)"):
             check_form({"properties": {"a": bad}}, "it")

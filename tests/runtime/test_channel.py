@@ -15,6 +15,7 @@ from nanollm.config import EngineConfig
 from nanollm.engine.scheduler import Scheduler
 from nanollm.engine.sequence import Sequence, check_token_ids
 from nanollm.runtime.channel import TOKEN_BYTES, Kind, Link, LinkClosedError, Listener, connect
+from nanollm.runtime.ranks import failures_told
 from nanollm.runtime.step_plan import StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
 
@@ -61,6 +62,13 @@ def test_what_was_sent_before_the_end_is_still_received(ends: tuple[Link, Link])
     for call in (ends[1].recv, lambda: ends[1].send(Kind.PLAN), lambda: ends[1].send(Kind.PLAN)):
         with pytest.raises(LinkClosedError):
             call()
+
+
+def test_a_failure_is_told_whatever_it_quotes(ends: tuple[Link, Link]) -> None:
+    with pytest.raises(ValueError, match="bad \ud800"), failures_told(ends[0]):
+        raise ValueError("bad \ud800")
+    message = ends[1].recv(1)
+    assert message is not None and message[1].endswith(b"ValueError: bad \\ud800\n")
 
 
 def test_something_else_than_our_messages_is_refused() -> None:

@@ -4,8 +4,7 @@ one token id with that id as text, after up to 10 ms."""
 import asyncio
 import random
 import sys
-from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from nanollm import cli
@@ -27,7 +26,6 @@ class QuickEngine:
         self.config = EngineConfig.from_args(model, **engine_args)
         self.stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self.dead = asyncio.Event()
-        self.text_thread = ThreadPoolExecutor(1)
 
     async def __aenter__(self) -> "QuickEngine":
         return self
@@ -37,6 +35,9 @@ class QuickEngine:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
+
+    async def in_text_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
     async def generate_all(
         self, prompts: list[Any], params: SamplingParams, request_id: str, *, stream: bool, timeout: float | None

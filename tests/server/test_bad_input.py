@@ -14,6 +14,7 @@ import openai
 import psutil
 import pytest
 
+from nanollm.server.errors import error_response
 from tests.server.server_process import ServerProcess
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -119,6 +120,7 @@ def test_a_list_of_text_parts_is_fine(server: ServerProcess) -> None:
         ({"structured_outputs": {"jsn": {}}}, "has no field 'jsn'"),
         ({"guided_choice": []}, "choice must name a string"),
         ({"guided_json": "{" * 60_000}, "json: is not JSON"),
+        ({"guided_json": '{"properties": {"\\ud800": {"not": {}}}}'}, r"json: has half a surrogate pair, '\\ud800'"),
         ({"guided_json": {"type": "string"}, "min_tokens": 3}, "leave out ignore_eos and min_tokens"),
         ({"logits_processors": ["f"]}, "logits_processors must be functions"),
         ({"request_id": "a\nb"}, "request_id must be"),
@@ -146,6 +148,7 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
         ({"tools": [5]}, r"tools\[0\] must be"),
         (tool({"properties": {"a": {"type": "stsring"}}}), r"tools\[0\].function.parameters has type 'stsring'"),
         (tool({"properties": {"a": {"items": {"pattern": "^(()"}}}}), r"tools\[0\].function.parameters has pattern"),
+        (tool({"description": "a" * 65536}), "function.parameters may have 65536 characters, got 65555"),
         (tool({"properties": {"a": {"not": {}}}}) | {"tool_choice": CHOICE}, "json: the schema.properties.a.not"),
         ({"tool_choice": "required"}, "needs tools"),
         (tool({}) | {"tool_choice": {"type": "function", "function": "f"}}, "tool_choice must be"),
@@ -155,6 +158,18 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
 )
 def test_bad_chat_settings(server: ServerProcess, field: dict[str, Any], message: str) -> None:
     assert re.search(message, refused(server.post("/v1/chat/completions", {"messages": HI, **field})))
+
+
+def test_tools_that_take_long_hold_nobody_up(server: ServerProcess) -> None:
+    patterns = ["(", "[\u0100-\uffff]" * 700]
+    asked = {"messages": HI, **tool({"anyOf": [{"pattern": pattern} for pattern in patterns]})}
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(target=lambda: answers.append(server.post("/v1/chat/completions", asked)))
+    waiting.start()
+    time.sleep(0.2)
+    assert server.get("/health").status_code == 200 and not answers
+    waiting.join()
+    assert "parameters has pattern" in refused(answers[0])
 
 
 @pytest.mark.parametrize(
@@ -170,6 +185,10 @@ def test_bad_chat_settings(server: ServerProcess, field: dict[str, Any], message
 )
 def test_bodies_that_are_not_what_json_should_be(server: ServerProcess, body: bytes) -> None:
     refused(server.post("/v1/completions", body))
+
+
+def test_an_error_that_quotes_half_a_surrogate_pair_has_a_response() -> None:
+    assert json.loads(bytes(error_response(ValueError("a\ud800")).body))["error"]["message"] == r"a\ud800"
 
 
 def test_another_model_is_not_found(server: ServerProcess) -> None:

@@ -52,6 +52,11 @@ def test_parts_of_an_answer_wherever_it_is_cut(text: str, reasoning: str, conten
     assert parse(list(text) or [""]) == found
 
 
+def test_arguments_with_half_a_surrogate_pair_can_be_sent() -> None:
+    ((_, arguments),) = parse([CALL.replace(r"\n", r"\ud800")]).calls
+    assert json.loads(arguments.encode()) == {"a": 1, "b": "ü\ud800"}
+
+
 def test_reasoning_that_the_prompt_opened() -> None:
     found = parse(["Hm.</thi", "nk>\n\nFour."], is_thinking=True)
     assert (found.reasoning, found.content) == ("Hm.", "Four.")

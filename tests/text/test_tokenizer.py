@@ -127,6 +127,22 @@ def test_smollm2_control_tokens_are_one_id_and_skipped_in_text(smollm2):
         assert smollm2.decode(ids, skip_special_tokens=False) == f"a{token}b"
 
 
+def test_a_text_of_far_too_many_tokens_is_not_tokenized_to_its_end(smollm2, monkeypatch):
+    """What others would have to wait for. One that may fit is tokenized as a whole, whatever is cut on the way."""
+    lengths, encode = [], smollm2.encode
+
+    def count(text, **settings):
+        lengths.append(len(text))
+        return encode(text, **settings)
+
+    monkeypatch.setattr(smollm2, "encode", count)
+    text = "Some words of a long text. " * 20_000
+    with pytest.raises(ValueError, match="540000 characters has more than 30000 tokens: shorten it"):
+        encode_prompt(smollm2, text, most=30_000)
+    assert sum(lengths) < 300_000
+    assert encode_prompt(smollm2, text, most=140_000) == encode(text)
+
+
 def finish(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
