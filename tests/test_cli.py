@@ -190,6 +190,9 @@ def test_serve_reads_every_kind_of_flag(monkeypatch: pytest.MonkeyPatch) -> None
         (["--port", "99999"], "can't listen on 127.0.0.1, port 99999 .*: give another --host or --port"),
         (["--host", "1.2.3.4"], "can't listen on 1.2.3.4, port 8000 .*: give another --host or --port"),
         (["--max-waiting", "-1", "--port", "0"], "max_waiting must be at least 0, got -1"),
+        (["--shutdown-timeout", "nan"], "argument --shutdown-timeout: must be from 0 to 1000000 seconds, got nan"),
+        (["--request-timeout", "-1"], "argument --request-timeout: must be from 0"),
+        (["--api-key", ""], "the API key is empty: leave out --api-key"),
         (["--hf-overrides", "{bad"], "argument --hf-overrides: must be JSON, got '{bad': "),
     ],
 )
@@ -199,6 +202,14 @@ def test_serve_says_which_flag_is_bad(flags: list[str], message: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | path)
     assert result.returncode == 2
     assert re.search(message, result.stderr.splitlines()[-1]) and "Traceback" not in result.stderr
+
+
+def test_an_empty_key_from_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOLLM_API_KEY", "")
+    assert main(["serve", "m"]) == 2
+    assert "the API key is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])

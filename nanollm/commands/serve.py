@@ -21,9 +21,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--max-waiting", type=int, default=1024, help="most sequences in the queue; beyond: 429 (default: %(default)s)"
     )
-    server.add_argument("--request-timeout", type=float, help="seconds that a request may take; default: no limit")
+    server.add_argument("--request-timeout", type=seconds, help="seconds that a request may take; default: no limit")
     server.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, help="seconds to finish after SIGTERM (default: %(default)s)"
+        "--shutdown-timeout", type=seconds, default=30.0, help="seconds to finish after SIGTERM (default: %(default)s)"
     )
     add_engine_flags(parser)
 
@@ -33,9 +33,18 @@ def run(args: argparse.Namespace) -> int:
     from nanollm.server.app import ServerOptions, serve
 
     given = {name: value for name, value in vars(args).items() if value is not None}
-    given["api_key"] = args.api_key or os.environ.get("NANOLLM_API_KEY")
+    given["api_key"] = os.environ.get("NANOLLM_API_KEY") if args.api_key is None else args.api_key
+    if given["api_key"] is not None and not given["api_key"].strip():
+        raise ValueError("the API key is empty: leave out --api-key, and unset NANOLLM_API_KEY, to let everybody in")
     options = ServerOptions(**{f.name: given[f.name] for f in dataclasses.fields(ServerOptions) if f.name in given})
     model = args.model or default_model()
     if args.model is None and options.served_model_name is None:
         options.served_model_name = Path(model).name
     return serve(model, options, engine_args(args))
+
+
+def seconds(text: str) -> float:
+    """A time that can be waited for: no NaN, nothing that overflows."""
+    if not 0 <= (value := float(text)) <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1000000 seconds, got {text}")
+    return value

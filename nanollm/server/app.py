@@ -100,15 +100,20 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    model = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "nanollm",
+        "max_model_len": engine.max_model_len,
+    }
+
     async def models(request: Request) -> Response:
-        model = {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "nanollm",
-            "max_model_len": engine.max_model_len,
-        }
         return _json({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return _json(model)
 
     async def completions(request: Request) -> Response:
         return await create_completion(service, request)
@@ -142,7 +147,13 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
         return _json({"prompt": text})
 
     paths = {
-        "GET": {"/health": health, "/version": version, "/metrics": metrics, "/v1/models": models},
+        "GET": {
+            "/health": health,
+            "/version": version,
+            "/metrics": metrics,
+            "/v1/models": models,
+            "/v1/models/{name:path}": one_model,  # names may have slashes
+        },
         "POST": {
             "/v1/completions": completions,
             "/v1/chat/completions": chat,
@@ -231,4 +242,7 @@ async def _end(server: uvicorn.Server, engine: AsyncLLMEngine, shutdown_timeout:
             return
         await asyncio.sleep(0.1)
     await asyncio.sleep(shutdown_timeout)
+    for connection in server.server_state.connections:
+        if isinstance(connection, BoundedHttpProtocol) and connection.cycle is not None and connection.cycle.more_body:
+            connection.transport.abort()  # what has not come whole by now was no request yet
     await engine.close()

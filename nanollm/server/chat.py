@@ -111,7 +111,8 @@ def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None, st
     if not names:
         raise ApiError(400, f"tool_choice {choice!r:.200} needs tools")
     if choice != "required":
-        name = choice.get("function", {}).get("name") if isinstance(choice, dict) else None
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
         if name not in names:
             raise ApiError(400, f"tool_choice must be none, auto, required or a function of tools, got {choice!r:.200}")
         names = [name]

@@ -94,7 +94,7 @@ class _Writer:
             for index, output in enumerate(finished)
             for completion in output.outputs
         ]
-        return msgspec.json.encode(self._response(choices, Usage.of(finished)))
+        return msgspec.json.encode(self._response(choices, Usage.of(finished, self.only_prompt)))
 
     async def events(self, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
         told: dict[tuple[int, int], _Told] = {}
@@ -115,7 +115,7 @@ class _Writer:
                 if output.finished:
                     finished.append(output)
         if self.asked.include_usage:
-            yield self._event([], Usage.of(finished))
+            yield self._event([], Usage.of(finished, self.only_prompt))
         yield b"data: [DONE]\n\n"
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from nanollm.async_engine import QueueFullError
+from nanollm.async_engine import CLOSED, QueueFullError
 from nanollm.runtime.channel import EngineDeadError, as_unicode
 
 RETRY_SECONDS = 1  # what a client that was turned away is told to wait
@@ -29,6 +29,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), "queue_full")
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), "timeout")
+    if isinstance(error, EngineDeadError) and str(error) == CLOSED:
+        return ApiError(503, "the server is shutting down", "shutting_down")
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), "engine_dead")
     return ApiError(500, f"internal error: {type(error).__name__}")

@@ -1,16 +1,15 @@
 """How requests come in and streams go out, and the bounds on both: sizes, times, and clients that go away."""
 
 import asyncio
-import time
+import math
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanollm.server.errors import ApiError, as_api_error, error_body
 
@@ -18,60 +17,105 @@ MAX_BODY_BYTES = 32 << 20
 MAX_HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 30.0  # for a connection to bring a whole header
 BODY_SECONDS = 60.0  # for a request to bring its whole body
-STALLED_SECONDS = 30.0  # how long a reader of a stream may take nothing while the buffers are full
+STALLED_SECONDS = 30.0  # how long a reader may take nothing while the buffers are full
 
 T = TypeVar("T")
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's, for which headers may be of any size and take any time."""
+    """uvicorn's, for which headers may be of any size, and headers, refused bodies and readers take any time.
+
+    A request sent before the last one was answered is dropped, and the connection closed after that answer: uvicorn
+    would keep it and read no further, and so not see that the client hangs up.
+    """
 
     _header_bytes = 0
     _in_header = True
-    _header_timer: asyncio.TimerHandle | None = None
+    _message_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle = None  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_header()
+        transport.set_write_buffer_limits(
+            1 << 16, 0
+        )  # from pause_writing on the buffer only shrinks, until it is empty
+        self._wait_for_message(HEADER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._answering is not None and not self._answering.keep_alive and not self._answering.more_body:
+            return  # nothing that comes now will be answered
         if self._in_header:
             self._header_bytes += len(data)
-            self._wait_for_header()
+            self._wait_for_message(HEADER_SECONDS)
         super().data_received(data)
         if self._in_header and self._header_bytes > MAX_HEADER_BYTES:
             self.send_400_response(f"The header is larger than {MAX_HEADER_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {"nanollm.abort": {"call": self.transport.abort}}
+        if self.pipeline:
+            self.pipeline.clear()
+            self.cycle = self._answering
+            self.cycle.keep_alive = False
+            self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         self._in_header, self._header_bytes = False, 0
         self._stop_waiting()
+        self._wait_for_message(BODY_SECONDS)
+        if self.parser.get_http_version() == "1.0":
+            self.app = self._without_chunks
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answering = self.cycle
 
     def on_message_complete(self) -> None:
         self._in_header = True
+        self._stop_waiting()
         super().on_message_complete()
 
-    def _wait_for_header(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
+    async def _without_chunks(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app for clients of HTTP/1.0, which know no chunks and read to the end."""
+
+        async def send_plain(message: Message) -> None:
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, len(message.get("body", b""))
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_plain)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader(math.inf)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+
+    def _wait_for_reader(self, before: float) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._reader_timer = self.loop.call_later(STALLED_SECONDS, self._wait_for_reader, left)
+        else:
+            self.transport.abort()
+
+    def _wait_for_message(self, seconds: float) -> None:
+        if self._message_timer is None:
+            self._message_timer = self.loop.call_later(seconds, self._give_up)
 
     def _give_up(self) -> None:
-        self._header_timer = None
-        if self.cycle is None or self.cycle.response_complete:
+        self._message_timer = None
+        if self.cycle is None or self.cycle.response_complete:  # else read_json does
             self.transport.abort()
 
     def _stop_waiting(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        if self._message_timer is not None:
+            self._message_timer.cancel()
+            self._message_timer = None
 
 
 async def read_json(request: Request, kind: type[T]) -> T:
@@ -127,7 +171,7 @@ async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
 class EventStream(Response):
     """Server-sent events. An error before the first event is raised, for a response of its own; later ones are events.
 
-    The generator is closed when the client goes away, or reads nothing for STALLED_SECONDS.
+    The generator is closed when the client goes away.
     """
 
     media_type = "text/event-stream"
@@ -135,18 +179,15 @@ class EventStream(Response):
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self.init_headers({"cache-control": "no-cache"})
         self._events = events
-        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender, watcher = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(self._watch(receive))
+        sender, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_disconnect(receive))
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sender, gone}, return_when=asyncio.FIRST_COMPLETED)
             if sender.done():
                 sender.result()
-            else:  # there is nobody to finish the response for
-                scope["extensions"]["nanollm.abort"]["call"]()
         finally:
-            await _cancel(sender, watcher)
+            await _cancel(sender, gone)
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
@@ -156,23 +197,10 @@ class EventStream(Response):
                 if not started:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     started = True
-                self._sending_since = time.monotonic()
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                self._sending_since = None
         except Exception as error:
             if not started:
                 raise
             event = b"data: " + msgspec.json.encode(error_body(as_api_error(error))) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _watch(self, receive: Receive) -> None:
-        """Return when the client is gone or has stalled."""
-        gone = asyncio.ensure_future(_disconnect(receive))
-        with suppress(asyncio.CancelledError):
-            while not gone.done():
-                since = self._sending_since
-                if since is not None and time.monotonic() - since > STALLED_SECONDS:
-                    break
-                await asyncio.wait({gone}, timeout=STALLED_SECONDS / 4)
-        await _cancel(gone)

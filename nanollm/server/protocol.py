@@ -183,10 +183,11 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
     @staticmethod
-    def of(outputs: list[RequestOutput]) -> "Usage":
-        """Of all these prompts together."""
+    def of(outputs: list[RequestOutput], only_prompts: bool = False) -> "Usage":
+        """Of all these prompts together. only_prompts: what was generated was not asked for."""
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        choices = [] if only_prompts else [choice for output in outputs for choice in output.outputs]
+        completion = sum(len(choice.token_ids) for choice in choices)
         cached = sum(output.num_cached_tokens for output in outputs)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 

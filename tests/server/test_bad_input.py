@@ -151,6 +151,8 @@ def test_bad_settings(server: ServerProcess, field: dict[str, Any], message: str
         (tool({"description": "a" * 65536}), "function.parameters may have 65536 characters, got 65555"),
         (tool({"properties": {"a": {"not": {}}}}) | {"tool_choice": CHOICE}, "json: the schema.properties.a.not"),
         ({"tool_choice": "required"}, "needs tools"),
+        (tool({}) | {"tool_choice": {"type": "function", "function": "f"}}, "tool_choice must be"),
+        (tool({}) | {"tool_choice": {"type": "function", "function": None}}, "tool_choice must be"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
     ],
 )
@@ -193,6 +195,7 @@ def test_another_model_is_not_found(server: ServerProcess) -> None:
     body = {"model": "gpt-9", "prompt": "a", "messages": HI, "tokens": [1]}
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         assert "gpt-9" in refused(server.post(path, body), 404)
+    assert "gpt-9" in refused(server.get("/v1/models/gpt-9"), 404)
     with pytest.raises(openai.NotFoundError):
         server.client().completions.create(model="gpt-9", prompt="a")
 
@@ -272,7 +275,7 @@ def test_a_template_that_hangs_or_pries_is_stopped(smollm2_path: Path, tmp_path:
     hangs += "{% endfor %}{% endfor %}{% elif messages[0].content == 'pry' %}{{ ''.__class__.__mro__ }}"
     (tmp_path / "t.jinja").write_text(hangs + "{{ messages.append.__globals__ }}{% else %}fine{% endif %}")
     flags = ("--chat-template", tmp_path / "t.jinja", "--num-kv-blocks", 64, "--api-key", "sesame", "--max-num-seqs", 4)
-    with ServerProcess(smollm2_path, *flags, "--allowed-origins", "http://a.example") as server:
+    with ServerProcess(smollm2_path, *flags, "--allowed-origins", "http://a.example", name="/a/m") as server:
         key = {"authorization": "Bearer sesame"}
 
         def ask(text: str) -> httpx.Response:
@@ -288,7 +291,12 @@ def test_a_template_that_hangs_or_pries_is_stopped(smollm2_path: Path, tmp_path:
 def check_keys(server: ServerProcess, key: dict[str, str]) -> None:
     """Every path but /health needs the key, however it is spelled; browsers of the allowed origin may ask."""
     assert server.get("/health").status_code == 200
-    assert server.get("/v1/models", headers=key).status_code == 200
+    (model,) = server.get("/v1/models", headers=key).json()["data"]
+    assert (
+        server.get("/v1/models//a/m", headers=key).json()
+        == server.get("/v1/models/%2Fa/m", headers=key).json()
+        == model
+    )
     for wrong in (
         {},
         {"authorization": "Bearer sesam"},

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +154,21 @@ def test_sigterm_loses_no_accepted_request(tiny: Any) -> None:
 
 def test_what_is_not_done_by_the_end_of_the_drain_time_is_told_so(tiny: Any) -> None:
     path = tiny("qwen3", max_position_embeddings=4096).path
-    with ServerProcess(path, *TINY, "--shutdown-timeout", 0.5) as server:
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**LONG, "max_tokens": 900, "n": 8, "stream": True}, timeout=30
-        ) as response:
-            lines = response.iter_lines()
+    asked = {**LONG, "max_tokens": 900, "n": 8}
+    with ServerProcess(path, *TINY, "--shutdown-timeout", 0.5) as server, ThreadPoolExecutor(1) as pool:
+        half = socket.create_connection(("127.0.0.1", server.port))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        whole = pool.submit(server.post, "/v1/completions", asked)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**asked, "stream": True}, timeout=30) as stream:
+            lines = stream.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             start = time.monotonic()
-            assert '"error"' in [line for line in lines if line][-1]
-            assert time.monotonic() - start < 5
+            assert "the server is shutting down" in [line for line in lines if line][-1]
+        assert whole.result().status_code == 503 and "the server is shutting down" in whole.result().text
         assert server.process.wait(10) == 0
+        assert time.monotonic() - start < 5 and "Traceback" not in server.log
+        half.close()
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank"])

@@ -72,6 +72,7 @@ def bytes_of(token: str) -> bytes:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("smollm2", 8192)]  # type: ignore[attr-defined]
+    assert client.models.retrieve("smollm2") == client.models.list().data[0]
 
 
 def test_completion_is_the_offline_one(client: openai.OpenAI, llm: LLM) -> None:
@@ -118,7 +119,13 @@ def test_echo_with_log_probabilities_of_the_prompt(client: openai.OpenAI, llm: L
     expected = torch.log_softmax(logits, -1)
     asked: Any = {"model": "smollm2", "prompt": PROMPT, "temperature": 0, "echo": True, "logprobs": 2}
     for max_tokens in (1, 0):
-        (choice,) = client.completions.create(**asked, max_tokens=max_tokens).choices
+        answer = client.completions.create(**asked, max_tokens=max_tokens)
+        *_, last = client.completions.create(
+            **asked, max_tokens=max_tokens, stream=True, stream_options={"include_usage": True}
+        )
+        assert answer.usage is not None and last.usage is not None
+        assert answer.usage.completion_tokens == last.usage.completion_tokens == max_tokens
+        (choice,) = answer.choices
         found = choice.logprobs
         assert found is not None and found.tokens is not None and found.token_logprobs is not None
         assert "".join(found.tokens) == choice.text == (PROMPT + " Paris" if max_tokens else PROMPT)
