@@ -151,7 +151,7 @@ class AsyncLLMEngine:
         await asyncio.to_thread(_end, self._process)
         if self._deliverer is not None:
             await self._deliverer
-        self._text_thread.shutdown(wait=False, cancel_futures=True)
+        self._text_thread.shutdown(wait=False)
 
     async def __aenter__(self) -> "AsyncLLMEngine":
         await self.start()
@@ -249,7 +249,9 @@ class AsyncLLMEngine:
         )
 
     async def in_text_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call it where long texts hold nobody up."""
+        """Call it where long texts hold nobody up. EngineDeadError if the engine has ended."""
+        if self.why_dead:
+            raise EngineDeadError(self.why_dead)
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, function, *arguments)
 
     def _add(self, message: Add, text: str | None, request: _Request, stream: bool) -> None:

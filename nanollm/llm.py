@@ -80,27 +80,35 @@ def start_engine(
 
 _RARER = 10
 _num_runs, _thresholds = 0, gc.get_threshold()  # runs that go on, and what was set before the first of them
+_counting = threading.RLock()  # a collection may close a generator of this thread
+
+
+def _rarer(first: int, second: int, third: int) -> tuple[int, int, int]:
+    return first, second, min(_RARER * third, 2**31 - 1)
 
 
 def with_rare_collections(run: Callable[..., Generator[Any, None, None]]) -> Callable[..., Generator[Any, None, None]]:
     """Decorates a generator: while it runs, collections that go through the whole heap are _RARER times as rare.
 
-    One holds steps up by 0.15 s. Young garbage is collected as always, and what the program asks for is done.
+    One holds steps up by 0.15 s. Young garbage is collected as always, and what the program asks for is done; if it
+    sets other thresholds meanwhile, they stay.
     """
 
     @wraps(run)
     def quiet(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
         global _num_runs, _thresholds
-        if not _num_runs:
-            _thresholds = gc.get_threshold()
-            gc.set_threshold(*_thresholds[:2], _RARER * _thresholds[2])
-        _num_runs += 1
+        with _counting:
+            if not _num_runs:
+                _thresholds = gc.get_threshold()
+                gc.set_threshold(*_rarer(*_thresholds))
+            _num_runs += 1
         try:
             yield from run(*args, **kwargs)
         finally:
-            _num_runs -= 1
-            if not _num_runs:
-                gc.set_threshold(*_thresholds)
+            with _counting:
+                _num_runs -= 1
+                if not _num_runs and gc.get_threshold() == _rarer(*_thresholds):
+                    gc.set_threshold(*_thresholds)
 
     return quiet
 
@@ -465,7 +473,7 @@ class LLM:
         """
         with self._lock:
             if self._depth and not nested:
-                raise RuntimeError("a logits processor can't use the LLM that calls it: do so before, or make another")
+                raise RuntimeError("what an LLM calls (a logits processor) can't use it: do so before, or make another")
             self._depth += 1
             try:
                 yield

@@ -547,6 +547,22 @@ def test_collections_of_everything_are_rare_while_requests_run(llm: LLM) -> None
     assert gc.get_threshold() == before
 
 
+def test_thresholds_of_collections_that_a_program_sets_stay(llm: LLM) -> None:
+    before = gc.get_threshold()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    try:
+        gc.set_threshold(700, 10, 2**29)  # ten times that is more than there can be
+        llm.generate([[1, 2]], params, use_tqdm=False)
+        assert gc.get_threshold() == (700, 10, 2**29)
+        stream = llm.generate_stream([[1, 2]], params)
+        next(stream)
+        gc.set_threshold(5000, 20, 30)
+        list(stream)
+        assert gc.get_threshold() == (5000, 20, 30)
+    finally:
+        gc.set_threshold(*before)
+
+
 class Node:
     """Of a program's own, in a cycle."""
 

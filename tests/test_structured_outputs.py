@@ -381,7 +381,7 @@ def test_a_processor_that_uses_its_own_llm_ends_its_request_only(llm: LLM) -> No
     other = llm.generate_stream([[5, 6, 7]], DRAWN)
     next(other)
     for use in uses:
-        with pytest.raises(RuntimeError, match="can't use the LLM that calls it"):
+        with pytest.raises(RuntimeError, match="what an LLM calls"):
             outputs(llm, replace(DRAWN, logits_processors=[lambda _, logits_V, use=use: use() or logits_V]))
     *_, last = other
     assert last.outputs[0].token_ids == expected

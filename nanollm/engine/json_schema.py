@@ -171,7 +171,10 @@ def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at:
     if name == "allOf" and len(schema[name]) > 1:
         raise ValueError(f"{at}.allOf may have one schema only: merge them")
     if name == "oneOf":
-        _check_one_of(schema[name], root, at)
+        try:
+            _check_one_of(schema[name], root, at)
+        except (TypeError, AttributeError):  # of a definition that was not looked at yet
+            raise ValueError(f"{at}.oneOf leads to a definition that is no schema") from None
     if is_list:
         values = [schema["const"]] if name == "const" else _need(schema, name, list, "a list", at)
         types = _types(schema, at)

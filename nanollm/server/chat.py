@@ -46,8 +46,10 @@ async def create_chat(service: Service, request: Request) -> Response:
     service.check_model(asked.model)
     if asked.chat_template is not None:
         raise ApiError(400, "chat_template is the server's to choose: start it with --chat-template")
-    # Python may take seconds to compile a small pattern.
-    forced, max_calls, schema, ending = await service.in_time("reading tools", lambda: _read_tools(asked))
+    if asked.tools:  # Python may take seconds to compile a small pattern
+        forced, max_calls, schema, ending = await service.in_time("reading tools", lambda: _read_tools(asked))
+    else:
+        forced, max_calls, schema, ending = _read_tools(asked)
     messages = [_as_template_message(i, message) for i, message in enumerate(asked.messages)]
     thinks = is_thinking = False
 

@@ -63,7 +63,7 @@ def encode_prompt(
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}") from None
     # verbose=False: the engine says itself what is a little too long. Cut anywhere, a text has about as many tokens.
-    if most is not None and len(text) > _PIECE:
+    if most is not None and len(text) > max(_PIECE, 16 * most):  # few texts that fit are as long
         count = 0
         for start in range(0, len(text), _PIECE):
             count += len(tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False, verbose=False))

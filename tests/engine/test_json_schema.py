@@ -251,3 +251,12 @@ def test_schemas_that_are_only_shown_may_have_any_keyword_but_no_unknown_type() 
     for bad in ({"type": "stsring"}, {"items": [{"type": ["string", "x"]}]}, {"pattern": "(("}):
         with pytest.raises(ValueError, match=r"it has (type|pattern)"):
             check_form({"properties": {"a": bad}}, "it")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"required": 5}, {"required": [[1]]}, {"properties": 5, "required": ["a"]}, {"enum": 7}]
+)
+def test_a_one_of_that_leads_to_no_schema_says_so(wrong: dict[str, Any]) -> None:
+    schema = {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/b"}, {"type": "string"}]}, "b": {"type": "object"} | wrong}}
+    with pytest.raises(ValueError, match=r"oneOf leads to a definition that is no schema|must be"):
+        prepare_schema(json.dumps(schema))
