@@ -112,4 +112,4 @@ class Qwen3ForCausalLM(nn.Module):
 
     def ignored_tensors(self) -> list[str]:
         """Checkpoint tensors that may be there without a use: the head of a model whose embeddings are tied."""
-        return ["lm_head.weight"] if self.config.tie_word_embeddings else []
+        return ["lm_head.weight"] if self.lm_head.tied else []

@@ -37,9 +37,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(
-            1 << 16, 0
-        )  # from pause_writing on the buffer only shrinks, until it is empty
+        transport.set_write_buffer_limits(1 << 16, 0)  # once writing pauses, the buffer only shrinks until it is empty
         self._wait_for_message(HEADER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:

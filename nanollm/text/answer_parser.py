@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from nanollm.text.output_processor import start_of_partial
+
 _THINK, _END_THINK, _CALL, _END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
 
@@ -93,17 +95,9 @@ class AnswerParser:
         if found:
             self._waiting = rest
             return text.rstrip(), True
-        safe = len(text) if last else len(text[: _start_of_partial(text, tag)].rstrip())
+        safe = len(text) if last else len(text[: start_of_partial(text, tag)].rstrip())
         self._waiting = text[safe:]
         return text[:safe], False
-
-
-def _start_of_partial(text: str, tag: str) -> int:
-    """Where a suffix of the text begins that begins the tag; len(text) if none does."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return len(text) - length
-    return len(text)
 
 
 class _Call(msgspec.Struct):

@@ -251,12 +251,12 @@ class _Choice:
 
     def _hold(self, rest: str) -> None:
         """Append to the text what of `rest` can't start a stop string any more, and hold what can."""
-        start = min(_start_of_partial(rest, stop) for stop in self.request.params.stop)
+        start = min(start_of_partial(rest, stop) for stop in self.request.params.stop)
         self.text += rest[:start]
         self.held = rest[start:]
 
 
-def _start_of_partial(text: str, stop: str) -> int:
+def start_of_partial(text: str, stop: str) -> int:
     """Where the longest suffix of the text starts that begins `stop` but is shorter; len(text) if there is none."""
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(stop[0], start)) >= 0 and not stop.startswith(text[start:]):
