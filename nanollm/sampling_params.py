@@ -111,15 +111,14 @@ class StructuredOutputsParams:
         for name in ("json", "regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise ValueError(f"structured_outputs.{name} must be a string, got {value!r:.200}")
-        for text in (*(self.choice or ()), self.json, self.regex, self.grammar):
-            try:
-                (text or "").encode()  # type: ignore[union-attr]
-            except UnicodeEncodeError as error:
-                where = f"at character {error.start}"
-                raise ValueError(f"structured_outputs.{given[0]} has half a surrogate pair {where}") from None
-        size = sum(map(len, self.choice or [])) + len(self.json or self.regex or self.grammar or "")
-        if size > MAX_GRAMMAR_CHARS:
-            raise ValueError(f"structured_outputs.{given[0]} may have {MAX_GRAMMAR_CHARS} characters, got {size}")
+        text = "".join(self.choice or []) + str(self.json or self.regex or self.grammar or "")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"at character {error.start}"
+            raise ValueError(f"structured_outputs.{given[0]} has half a surrogate pair {where}") from None
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"structured_outputs.{given[0]} may have {MAX_GRAMMAR_CHARS} characters, got {len(text)}")
 
     @property
     def kind(self) -> str:

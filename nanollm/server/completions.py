@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -152,8 +152,7 @@ class _Writer:
         """Add these tokens."""
         for token_id, logprobs in pairs:
             if logprobs is None:  # of a prompt's first token only the text is known
-                pieces = TokenPieces(need_tokenizer(self.service.engine.tokenizer, "echo"), False, True)
-                chosen = Logprob(0.0, None, *pieces.spelled_first[token_id])
+                chosen = Logprob(0.0, None, *self._pieces.spelled_first[token_id])
             else:
                 chosen = logprobs[token_id]
             found.text_offset.append(told.offset)
@@ -164,6 +163,11 @@ class _Writer:
             if data is None and in_prompt and chosen.decoded_token:  # a special token, which is in the prompt's text
                 data = chosen.decoded_token.encode()
             told.offset += len(told.decoder.decode(data or b""))
+
+    @cached_property
+    def _pieces(self) -> TokenPieces:
+        """Of echoed tokens, special ones too; the tokenizer's vocabulary is gone through to make it."""
+        return TokenPieces(need_tokenizer(self.service.engine.tokenizer, "echo"), False, True)
 
     def _text_of(self, token_ids: list[int]) -> str:
         tokenizer = need_tokenizer(self.service.engine.tokenizer, "echo")
