@@ -355,9 +355,9 @@ class Sampling:
 
         def call(i: int) -> Tensor:
             rows = RowLogits(self.logits[i], self.rows, self.rows, self.state)
-            found, limits = _tile_stats_triton(rows, **(stats or {})), None
+            found, limits = _tile_stats_triton(rows, self.filters is Filters.ALL, **(stats or {})), None
             if self.filters is not Filters.NONE:
-                limits = _threshold_triton(rows, *found, self.filters is Filters.ALL, **(filters or {}))
+                limits = _threshold_triton(rows, *found, **(filters or {}))
             return _draw_triton(rows, *found, limits, **(drawing or {}))[1]
 
         return call
@@ -365,16 +365,17 @@ class Sampling:
     def parts(self) -> dict[str, Call]:
         """Each kernel on what the one before it leaves."""
         rows = RowLogits(self.logits[0], self.rows, self.rows, self.state)
-        stats, limits = tile_stats(rows), None
+        counts = self.filters is Filters.ALL
+        stats, limits = tile_stats(rows, counts), None
         if self.filters is not Filters.NONE:
-            limits = threshold(rows, *stats, self.filters is Filters.ALL)
+            limits = threshold(rows, *stats)
 
         def on(i: int) -> RowLogits:
             return replace(rows, logits_SV=self.logits[i])
 
-        calls = {"tile_stats": lambda i: tile_stats(on(i)), "draw": lambda i: draw(on(i), *stats, limits)}
+        calls = {"tile_stats": lambda i: tile_stats(on(i), counts), "draw": lambda i: draw(on(i), *stats, limits)}
         if limits is not None:
-            calls["threshold"] = lambda i: threshold(on(i), *stats, self.filters is Filters.ALL)
+            calls["threshold"] = lambda i: threshold(on(i), *stats)
         return calls
 
     def case(self, calls: dict[str, Call]) -> Case:
@@ -426,11 +427,8 @@ def sampling_variants() -> Iterator[Case]:
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         filtered = Sampling(256, name)
-        calls = {
-            f"pass w{w} s{n}": filtered.ours(filters={"pass_warps": w, "pass_step": n})
-            for w, n in ((1, 2), (2, 4), (4, 8))
-        }
-        calls |= {f"sample {n}": filtered.ours(filters={"pieces": n}) for n in (256, 1024)}
+        launches = [(64, 4), (32, 4), (128, 16)] if filtered.filters is Filters.ALL else []
+        calls = {f"t{t} w{w}": filtered.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
         calls |= {f"threshold w{w}": filtered.ours(filters={"num_warps": w}) for w in (8, 32)}
         calls |= {f"draw w{w}": filtered.ours(drawing={"num_warps": w}) for w in (4, 16)}
         yield filtered.case(calls | {"default": filtered.ours()})

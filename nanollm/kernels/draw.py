@@ -11,7 +11,7 @@ Together P(i) = W_T / W × w_i / W_T = w_i / W: exactly the distribution wanted.
 a tile lies on one rank as a whole, and its noise belongs to its number, so the same tile and the same token win
 whatever the ranks. Each rank sends its best tile's value and token, and the largest value wins.
 
-Before that, rows whose threshold kernels.threshold left open complete it, and may read their tiles again.
+Before that, rows whose threshold kernels.threshold left open complete it, and read their tiles again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -29,7 +29,7 @@ from nanollm.kernels.noise import (
     noise_word,
     noise_words,
 )
-from nanollm.kernels.threshold import CELL_BITS, NUM_BINS, STATE_SIZE, Limits, settled
+from nanollm.kernels.threshold import CELL_BITS, STATE_SIZE, Limits, settled
 from nanollm.kernels.tile_stats import LARGEST, LOG2_E, TILE, TILE_SIZE, clamped, in_tiles
 from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
@@ -100,10 +100,10 @@ def _unkeyed(key):
 
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "positions_S"])
 def _draw_kernel(
-    value_S, id_S, threshold_S, state_SW, bins_SB, above_SP, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S,
-    positions_S, params_RP, size, row_stride, num_tiles, num_parts, first_id,
+    value_S, id_S, threshold_S, state_SW, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, positions_S,
+    params_RP, size, row_stride, num_tiles, first_id,
     LIMITED: tl.constexpr, SETTLES: tl.constexpr, HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr,
-    PARTS: tl.constexpr, CELL_BITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    CELL_BITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
@@ -127,9 +127,8 @@ def _draw_kernel(
         tl.store(id_S + s, 0)  # it counts, at first
     if SETTLES:
         threshold = settled(
-            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, bins_SB + s * NUM_BINS,
-            above_SP + s * num_parts, num_parts, max_SN + s * num_tiles, logits, scratch, params_RP, row, size,
-            num_tiles, HAS_RULES, ALL_TILES, PARTS, CELL_BITS,
+            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, top, logits, scratch, params_RP, row, size,
+            num_tiles, HAS_RULES, CELL_BITS,
         )  # fmt: skip
         tl.store(threshold_S + s, threshold)
     value, possible = top.to(tl.float64), (top >= threshold) & (mass > 0)
@@ -183,15 +182,12 @@ def _draw_triton(
     limited, settles = limits is not None, limits is not None and limits.state_SW is not None
     num_warps = num_warps or (8 if settles else 4)
     limits = limits or Limits(max_SN)
-    above_SP = max_SN if limits.above_SP is None else limits.above_SP
     if num_rows:
         _draw_kernel[(num_rows,)](
             value_S,
             id_S,
             limits.threshold_S,
             limits.state_SW if settles else max_SN,
-            limits.bins_SB if settles else max_SN,
-            above_SP,
             id_S.new_empty(num_rows, all_tiles) if limited else id_S,
             max_SN,
             mass_SN,
@@ -203,13 +199,11 @@ def _draw_triton(
             size,
             rows.logits_SV.stride(0),
             num_tiles,
-            above_SP.shape[1],
             rows.first_id,
             LIMITED=limited,
             SETTLES=settles,
             HAS_RULES=rows.has_rules,
             ALL_TILES=all_tiles,
-            PARTS=power_of_2(above_SP.shape[1]),
             CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
             GROUP=16,
             num_warps=num_warps,

@@ -1,10 +1,14 @@
-"""The largest logit of each tile of 128 tokens, and the tile's probability mass: all that most of sampling looks at."""
+"""The largest logit of each tile of 128 tokens, and the tile's probability mass: all that most of sampling looks at.
+
+Where filters will ask for more, the logits are counted on the way: kernels.histogram.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanollm.kernels import histogram
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overlap, runs_triton, tl, triton
 from nanollm.kernels.token_rules import (
     RowLogits,
@@ -12,16 +16,18 @@ from nanollm.kernels.token_rules import (
     as_logits,
     float_param,
     has_rules,
+    int_param,
     penalized,
     rules_of,
 )
-from nanollm.sampling_params import TEMPERATURE
+from nanollm.sampling_params import TEMPERATURE, TOP_K, TOP_P
 
 TILE = 128  # tokens; the shards of a vocabulary are whole tiles
 TILE_SIZE = tl.constexpr(TILE)
 LARGEST = 3.4028234663852886e38  # float32
 LOG2_E = tl.constexpr(1.4426950408889634)
-_TEMPERATURE, _LARGEST = tl.constexpr(TEMPERATURE), tl.constexpr(LARGEST)
+_TEMPERATURE, _TOP_K, _TOP_P = tl.constexpr(TEMPERATURE), tl.constexpr(TOP_K), tl.constexpr(TOP_P)
+_LARGEST = tl.constexpr(LARGEST)
 _NO_PAIR = tl.constexpr(0xFF80FF80 - 2**32)  # two logits of -inf
 
 
@@ -87,12 +93,16 @@ def _max_of_pairs(a, b):
 
 
 @triton.jit
-def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature):
-    """The same of pairs [tiles, 4, 16]: four neighbouring threads share a tile, so that few numbers cross threads."""
+def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature, bins, COUNTED: tl.constexpr):
+    """The same of pairs [tiles, 4, 16]: four neighbouring threads share a tile, so that few numbers cross threads.
+    COUNTED, at a temperature: counts them too, first of all, so that the rest is done meanwhile."""
+    if COUNTED:
+        pair = _max_of_pairs(pair, _NO_PAIR)
+        histogram.add_pairs(bins, pair)
     both = tl.reduce(tl.reduce(pair, 1, _max_of_pairs), 1, _max_of_pairs)
     top = tl.maximum(tl.maximum(_low_half(both), _high_half(both)), float("-inf"))
     tl.store(max_SN + at, top, mask=mask)
-    if temperature > 0:
+    if COUNTED or temperature > 0:
         pair = _max_of_pairs(pair, _NO_PAIR)
         # x * scale - shift is rounded once, and by what the shift was rounded the sum is corrected. Numbers so large
         # that this is too much differ, if at all, so much that a smaller scale tells them apart as well.
@@ -105,32 +115,63 @@ def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature):
         tl.store(mass_SN + at, mass, mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
-def _tile_stats_kernel(
-    max_SN, mass_SN, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV, slots_R3S, masks_RW, size,
-    row_stride, words_stride, masks_stride, num_tiles,
-    HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, RULED_TILES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    # One program for some tiles of a row: enough loads in flight to keep the memory busy.
-    s, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILES
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # only now: see overlap()
-    logits, within = logits_SV + s * row_stride, tl.arange(0, TILE_SIZE)[None, :]
-    tile = first + tl.arange(0, TILES)
-    # Before it is known what the row asks:
+@triton.jit
+def _load_tiles(logits, tile, size, PAIRS: tl.constexpr):
+    """Of neighbouring tiles."""
     if PAIRS:
         quarter, pair = tl.arange(0, 4)[None, :, None], tl.arange(0, TILE_SIZE // 8)[None, None, :]
         column = tile[:, None, None] * (TILE_SIZE // 2) + (quarter * (TILE_SIZE // 8) + pair)
         loaded = tl.load(_as_pairs(logits) + column, mask=column < size // 2, other=_NO_PAIR)
     else:
-        column = tile[:, None] * TILE_SIZE + within
+        column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
         loaded = tl.load(logits + column, mask=column < size, other=float("-inf"))
-    row = tl.load(rows_S + s)
-    temperature = float_param(params_RP, row, _TEMPERATURE)
+    return loaded
+
+
+@triton.jit
+def _pass_over(
+    max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
+    TILES: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """A row without rules, from what is loaded on."""
+    tile = first + tl.arange(0, TILES)
+    for step in range(steps):
+        following = _load_tiles(logits, tile + TILES, tl.where(step < steps - 1, size, 0), PAIRS)
+        at, mask = s * num_tiles + tile, tile < num_tiles
+        if PAIRS:
+            _store_stats_of_pairs(max_SN, mass_SN, at, mask, loaded, temperature, bins, COUNTED)
+        else:
+            x = as_logits(loaded)
+            _store_stats(max_SN, mass_SN, at, mask, x, temperature)
+            if COUNTED:
+                histogram.add(counts, bins, x, SHARED)
+        loaded, tile = following, tile + TILES
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
+def _tile_stats_kernel(
+    max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV, slots_R3S, masks_RW,
+    size, row_stride, words_stride, masks_stride, num_tiles, steps,
+    HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, RULED_TILES: tl.constexpr,
+    COUNTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program for some tiles of a row: enough loads in flight to keep the memory busy.
+    s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    counts = counts_SPB + (s * tl.num_programs(1) + part) * histogram.NUM_BINS
+    bins, row = histogram.place(SHARED), tl.load(rows_S + s)
+    temperature, counted = float_param(params_RP, row, _TEMPERATURE), False
+    if COUNTS:
+        counted = (int_param(params_RP, row, _TOP_K) > 0) | (float_param(params_RP, row, _TOP_P) < 1)
+        counted &= temperature > 0
+        histogram.clear(counts, bins, SHARED)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # only now: see overlap()
+    logits, first = logits_SV + s * row_stride, part * steps * TILES
+    loaded = _load_tiles(logits, first + tl.arange(0, TILES), size, PAIRS)
     if has_rules(params_RP, row, HAS_RULES):
-        position = tl.load(positions_S + s)
-        for i in range(0, TILES, RULED_TILES):
+        position, within = tl.load(positions_S + s), tl.arange(0, TILE_SIZE)[None, :]
+        for i in range(0, steps * TILES, RULED_TILES):
             some = first + i + tl.arange(0, RULED_TILES)
             at = some[:, None] * TILE_SIZE + within
             raw, ruled = logits + at, scratch_SV + s * size + at
@@ -151,24 +192,41 @@ def _tile_stats_kernel(
                 tl.debug_barrier()
                 x = tl.load(ruled, mask=at < size, other=float("-inf"))
             _store_stats(max_SN, mass_SN, s * num_tiles + some, some < num_tiles, x, temperature)
-    elif PAIRS:
-        _store_stats_of_pairs(max_SN, mass_SN, s * num_tiles + tile, tile < num_tiles, loaded, temperature)
+            if counted:
+                histogram.add(counts, bins, x, SHARED)
+    elif COUNTS and counted:
+        _pass_over(
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
+            TILES, PAIRS, True, SHARED,
+        )  # fmt: skip
     else:
-        _store_stats(max_SN, mass_SN, s * num_tiles + tile, tile < num_tiles, as_logits(loaded), temperature)
+        _pass_over(
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
+            TILES, PAIRS, False, SHARED,
+        )  # fmt: skip
+    if counted:
+        histogram.finish(counts, bins, SHARED)
 
 
 def _tile_stats_triton(
-    rows: RowLogits, tiles: int = 64, num_warps: int = 4, ruled_tiles: int = 8
+    rows: RowLogits, counts: bool = False, parts: int = 0, tiles: int = 0, num_warps: int = 0, ruled_tiles: int = 8
 ) -> tuple[Tensor, Tensor]:
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
-    num_tiles = -(-size // TILE)
+    num_tiles, steps, tiles = -(-size // TILE), 1, tiles or (128 if counts else 64)
+    if counts:
+        # Two programs fit a multiprocessor, and not more, or the first would get too many.
+        parts = parts or max(2 * gpu(rows.logits_SV.device).num_sms // max(num_rows, 1), 1)
+        steps = -(-num_tiles // (tiles * parts))
+    grid = num_rows, -(-num_tiles // (tiles * steps))
     max_SN, mass_SN = (rows.logits_SV.new_empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(2))
     if rows.has_rules:
         rows.scratch_SV = rows.logits_SV.new_empty(num_rows, size, dtype=torch.float32)
+    rows.counts_SPB = rows.logits_SV.new_empty(*grid, histogram.BINS, dtype=torch.int32) if counts else None
     if num_rows:
-        _tile_stats_kernel[(num_rows, -(-num_tiles // tiles))](
+        _tile_stats_kernel[grid](
             max_SN,
             mass_SN,
+            max_SN if rows.counts_SPB is None else rows.counts_SPB,
             max_SN if rows.scratch_SV is None else rows.scratch_SV,
             rows.logits_SV,
             rows.rows_S,
@@ -182,22 +240,26 @@ def _tile_stats_triton(
             state.words_RV.stride(0),
             state.masks_RW.stride(0),
             num_tiles,
+            steps,
             HAS_RULES=rows.has_rules,
             PAIRS=_in_pairs(rows.logits_SV),
             TILES=tiles,
             RULED_TILES=min(ruled_tiles, tiles),
-            num_warps=num_warps,
+            COUNTS=counts,
+            SHARED=counts and isinstance(_tile_stats_kernel, triton.JITFunction),  # not interpreted
+            num_warps=num_warps or (16 if counts else 4),
             maxnreg=64,  # what pairs without rules need; for the rest some spill
             **overlap(rows.logits_SV.device),
         )
     return max_SN, mass_SN
 
 
-def tile_stats(rows: RowLogits) -> tuple[Tensor, Tensor]:
+def tile_stats(rows: RowLogits, counts: bool = False) -> tuple[Tensor, Tensor]:
     """Returns (largest logit, mass), float32 [S, tiles] each, of the logits with the rows' rules applied.
 
     Mass is the sum of exp((logit - the tile's largest) / temperature): 1 to 128, or 0 where all are -inf. What it is
     in rows of temperature 0 says nothing. On a GPU the logits of rows with rules are left in rows.scratch_SV, which is
-    made here. Floor on a GPU: one read of the logits.
+    made here, and with counts how many there are of each size in rows.counts_SPB: of rows with top_k or top_p. Floor on
+    a GPU: one read of the logits.
     """
-    return (_tile_stats_triton if runs_triton(rows.logits_SV) else tile_stats_reference)(rows)
+    return _tile_stats_triton(rows, counts) if runs_triton(rows.logits_SV) else tile_stats_reference(rows)

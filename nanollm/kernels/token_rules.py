@@ -85,7 +85,8 @@ class RowLogits:
     logits_SV: any float dtype, columns adjacent; this rank's share of the vocabulary, which starts at token first_id,
         a multiple of 128. rows_S: int64, rows of the state. positions_S: int64, tokens before the one to be sampled.
     has_rules: False if the rules were applied already. scratch_SV: float32, for kernels to keep the logits of rows
-        with rules in once they are applied; other rows of it are never touched.
+        with rules in once they are applied; other rows of it are never touched. counts_SPB: int32, for kernels to count
+        the logits of rows with filters in, by parts of the row and bins of kernels.histogram.
     """
 
     logits_SV: Tensor
@@ -95,6 +96,7 @@ class RowLogits:
     first_id: int = 0
     has_rules: bool = True
     scratch_SV: Tensor | None = None
+    counts_SPB: Tensor | None = None
 
     def ints(self, column: int) -> Tensor:
         """A column of the rows' parameters, int64 [S]."""

@@ -80,8 +80,8 @@ class Sampler:
                 tile_stats(rows)  # which applies the rules
                 whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
                 whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
-            stats = tile_stats(whole)
-            limits = threshold(whole, *stats, passes=filters is Filters.ALL)
+            stats = tile_stats(whole, counts=filters is Filters.ALL)
+            limits = threshold(whole, *stats)
             _, id_S = draw(whole, *stats, limits)
         else:
             stats = tile_stats(rows)

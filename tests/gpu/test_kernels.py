@@ -200,14 +200,16 @@ def test_tile_stats(num_rows: int, size: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize(("num_rows", "size", "parts"), [(1, 1, 1), (6, 301, 1), (4, 100_001, 2), (64, 151936, 0)])
+def test_counts(num_rows: int, size: int, parts: int, dtype: torch.dtype) -> None:
+    checks.check_counts(num_rows, size, parts, device="cuda", dtype=dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("kind", checks.KINDS)
 @pytest.mark.parametrize("size", [151936, 100_001, 1000])
 def test_filters(size: int, kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(size, kind, device="cuda", dtype=dtype)
-
-
-def test_filters_where_likely_tokens_are_in_the_sample() -> None:
-    checks.check_filters_where_likely_tokens_are_in_the_sample(device="cuda")
 
 
 @DTYPES

@@ -16,6 +16,7 @@ from nanollm.kernels.backend import tl, triton
 from nanollm.kernels.decode_attention import Launch, NewTokens, _decode_attention_triton
 from nanollm.kernels.draw import _draw_triton, draw_reference
 from nanollm.kernels.embedding import _embedding_triton
+from nanollm.kernels.histogram import BINS
 from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, noise_word, noise_words
 from nanollm.kernels.one_row_matmul import OneRow, _one_row_triton, one_row_matmul_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
@@ -30,7 +31,7 @@ from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_refe
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_gpu, split_matmul_reference
-from nanollm.kernels.threshold import PIECE, Limits, _threshold_triton, threshold_reference
+from nanollm.kernels.threshold import Limits, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
 from nanollm.sampling_params import (
@@ -330,16 +331,46 @@ def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtyp
     torch.testing.assert_close(mass, expected[1], rtol=2e-5, atol=0)
 
 
-def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, passes: bool = True) -> None:
+def check_counts(num_rows: int, size: int, parts: int, *, device: str, dtype: torch.dtype) -> None:
+    """By how many values of bfloat16 a number, rounded down, is from zero, from 2**-24 on and up to 2**8."""
+    torch.manual_seed(0)
+    logits = randn(num_rows, size, device=device, dtype=dtype) * 3
+    logits[:, ::5] *= 1e-7
+    logits[:, 1::5] *= 100
+    logits[:, :3] = torch.tensor([float("-inf"), float("nan"), 3e4], device=device)[:size]
+    kind = [s % 3 for s in range(num_rows)]  # counted, without a filter, without a temperature
+    state = make_state(
+        num_rows, size, device, TOP_P=[1.0 if k == 1 else 0.9 for k in kind], TEMPERATURE=[float(k < 2) for k in kind]
+    )
+    index = torch.arange(num_rows, device=device)
+    rows, plain = (RowLogits(logits, index, index, state) for _ in range(2))
+    (max_SN, mass_SN), (plain_max_SN, plain_mass_SN) = _tile_stats_triton(rows, True, parts), _tile_stats_triton(plain)
+    drawn_S = rows.floats(TEMPERATURE) > 0  # to the last bit, for what is drawn must not depend on others' filters
+    assert torch.equal(max_SN, plain_max_SN) and torch.equal(mass_SN[drawn_S], plain_mass_SN[drawn_S])
+    x_SV = logits[::3].float().nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    bits_SV = x_SV.view(torch.int32)
+    steps_SV = torch.where(bits_SV < 0, -(bits_SV & 0x7FFFFFFF), bits_SV) >> 16
+    least = 0x3380  # 2**-24
+    positive_SV = (steps_SV - least).clamp(0, BINS // 2 - 1) + BINS // 2
+    bin_SV = torch.where(steps_SV >= 0, positive_SV, (steps_SV + least).clamp(1 - BINS // 2, 0) + BINS // 2 - 1)
+    assert rows.counts_SPB is not None
+    count_SB = rows.counts_SPB[::3].sum(1)
+    count_SB[:, 0] -= count_SB.sum(1) - size  # what fills up the last tiles
+    for count_B, bin_V in zip(count_SB, bin_SV, strict=True):
+        assert torch.equal(count_B, bin_V.bincount(minlength=BINS))
+
+
+def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, parts: int = 1) -> None:
     """The same kept set as the definition's, which sorts in float64.
 
-    exact: False allows what float32 sums of the mass allow: the set of another top_p, 2e-6 away.
+    exact: False allows what float32 sums of the mass allow: the set of another top_p, 2e-6 away. parts: of a row, whose
+    logits are counted apart; 0 for none, which changes nothing but the time.
     """
     num_rows = len(logits)
     index = torch.arange(num_rows, device=logits.device)
     rows = RowLogits(logits, index, index + 3, state)
-    stats = _tile_stats_triton(rows)
-    limits = _threshold_triton(rows, *stats, passes)
+    stats = _tile_stats_triton(rows, parts > 0, parts)
+    limits = _threshold_triton(rows, *stats)
     _draw_triton(rows, *stats, limits)  # which settles what is open
     found = limits.threshold_S
     x = rows.processed().logits_SV
@@ -388,6 +419,10 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
         x = x.sort(-1).values
     if kind == "negative":
         x -= 30
+    if kind == "huge":
+        x *= 200
+    if kind == "tiny":
+        x *= 1e-8
     if kind == "cut at zero":  # by the first of FILTERS
         x -= 1.44
     if kind == "infinite":
@@ -406,6 +441,8 @@ KINDS = [
     "zipf",
     "sorted",
     "negative",
+    "huge",
+    "tiny",
     "cut at zero",
     "infinite",
 ]
@@ -416,21 +453,8 @@ def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> N
     exact = dtype != torch.float32 and size < 50_000  # a boundary of many values may fall within float32 rounding
     logits = adversarial_logits(FILTERED, size, kind, device, dtype)
     logits[:, 7:8] = float("nan")
-    for passes in (True, False):
-        check_threshold(logits, state, exact=exact, passes=passes)
-
-
-def check_filters_where_likely_tokens_are_in_the_sample(*, device: str) -> None:
-    """So that the bracket for the k-th largest lies above it."""
-    torch.manual_seed(0)
-    size, num_pieces = 33_000, 128
-    i = torch.arange(num_pieces * PIECE)
-    sampled = i // PIECE * (size // PIECE) // num_pieces * PIECE + i % PIECE
-    logits = torch.randn(3, size) / 2 + 5
-    logits[:, sampled[torch.randperm(len(sampled))[:300]]] = torch.rand(3, 300) * 0.3 + 7.6
-    filters = {"TOP_K": [500, 600, 500], "TOP_P": [0.9, 0.7, 1.0]}
-    state = make_state(3, size, device, **filters)
-    check_threshold(logits.to(device, torch.bfloat16), state, exact=True)
+    for parts in (0, 3) if device == "cpu" else (0, 1, 3):
+        check_threshold(logits, state, exact=exact, parts=parts)
 
 
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
@@ -449,7 +473,7 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
     make_rules(state, num_rows, size)
     index = torch.arange(num_rows, device=device)
     rows = RowLogits(logits, index, index + 3, state, first_id)
-    stats = _tile_stats_triton(rows)
+    stats = _tile_stats_triton(rows, counts=filtered)
     limits = Limits(threshold_reference(rows))
     found = _threshold_triton(rows, *stats)
     draws = [_draw_triton(rows, *stats, of) for of in (limits, found, found)]  # which the first draw completes

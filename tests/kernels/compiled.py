@@ -94,9 +94,10 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
     sampler = SamplerState.empty(17, 6144, x.device)
     for has_rules in (False, True):
         rows = RowLogits(x, long, long, sampler, has_rules=has_rules)
-        stats = tile_stats._tile_stats_triton(rows)
-        for limits in (None, threshold._threshold_triton(rows, *stats, pieces=64)):
-            draw._draw_triton(rows, *stats, limits)
+        for counts in (False, True):
+            stats = tile_stats._tile_stats_triton(rows, counts)
+            for limits in (None, threshold._threshold_triton(rows, *stats)):
+                draw._draw_triton(rows, *stats, limits)
     advance_rows._advance_rows_triton(long, long, long, sampler, long, 0)
     cache, norm = torch.zeros(2, 16, 8, 128, dtype=dtype), weight[:128]
     qkv_to_cache._qkv_to_cache_triton(x, norm, norm, 1e-6, torch.zeros(64, 128), long, long, cache, cache)

@@ -145,6 +145,11 @@ def test_tile_stats(num_rows: int, size: int) -> None:
     checks.check_tile_stats(num_rows, size, **ON_CPU)
 
 
+@pytest.mark.parametrize(("size", "parts"), [(300, 1), (40_000, 2)])
+def test_counts(size: int, parts: int) -> None:
+    checks.check_counts(4, size, parts, **ON_CPU)
+
+
 @pytest.mark.parametrize("kind", checks.KINDS)
 def test_filters(kind: str) -> None:
     checks.check_filters(33_000, kind, **ON_CPU)
@@ -159,10 +164,6 @@ def test_filters_of_small_vocabularies(size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_filters_of_16_bit_logits(kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(33_000, kind, device="cpu", dtype=dtype)
-
-
-def test_filters_where_likely_tokens_are_in_the_sample() -> None:
-    checks.check_filters_where_likely_tokens_are_in_the_sample(device="cpu")
 
 
 def test_filters_after_rules() -> None:

@@ -23,7 +23,6 @@ KERNELS = {
     "_qkv_to_cache_kernel",
     "_tile_stats_kernel",
     "_threshold_kernel",
-    "_second_pass_kernel",
     "_draw_kernel",
     "_advance_rows_kernel",
     "_one_row_kernel",
