@@ -26,11 +26,12 @@ GREEDY_BELOW = 1e-5  # a temperature under which dividing by it would overflow, 
     REPETITION,  # float
     FREQUENCY,  # float
     PRESENCE,  # float
-    RULES,  # the sum of what applies of HAS_RULES, HAS_BAD_WORDS and HAS_MASK
+    RULES,  # the sum of what applies of HAS_RULES, HAS_BAD_WORDS, HAS_MASK and ONLY_BANS
 ) = range(11)
 NUM_PARAMS = 11
-# Single logits are changed; bad words of several tokens are looked for; each token needs a mask from the host.
-HAS_RULES, HAS_BAD_WORDS, HAS_MASK = 1, 2, 4
+# Single logits are changed; bad words of several tokens are looked for; each token needs a mask from the host; tokens
+# that aren't banned keep the logits that they have.
+HAS_RULES, HAS_BAD_WORDS, HAS_MASK, ONLY_BANS = 1, 2, 4, 8
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
 NUM_SLOTS, NO_SLOT, BANNED_SLOT, FIRST_SLOT = 1024, 0, 1, 2
 MAX_RULED_ROWS = 1024  # rows that run with rules at once; a row's take 4 bytes for each id of the vocabulary

@@ -13,6 +13,7 @@ from nanollm.sampling_params import (
     HAS_RULES,
     MAX_BAD_WORDS,
     NUM_SLOTS,
+    ONLY_BANS,
     SamplingParams,
 )
 
@@ -27,6 +28,8 @@ def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
         flags |= HAS_BAD_WORDS
     if params.structured_outputs is not None:
         flags |= HAS_MASK
+    if rules is not None and not params.logit_bias and not _penalizes(params):
+        flags |= ONLY_BANS
     words = struct.pack(
         "<fqiifffffi",
         params.temperature if params.temperature >= GREEDY_BELOW else 0.0,

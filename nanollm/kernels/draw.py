@@ -127,8 +127,8 @@ def _draw_kernel(
         tl.store(id_S + s, 0)  # it counts, at first
     if SETTLES:
         threshold = settled(
-            threshold, found_SN + s * ALL_TILES, state_SW + s * STATE_SIZE, top, logits, scratch, params_RP, row, size,
-            num_tiles, HAS_RULES, CELL_BITS,
+            threshold, (found_SN + s * ALL_TILES).to(tl.pointer_type(tl.int32), bitcast=True),
+            state_SW + s * STATE_SIZE, top, logits, scratch, params_RP, row, size, num_tiles, HAS_RULES, CELL_BITS,
         )  # fmt: skip
         tl.store(threshold_S + s, threshold)
     value, possible = top.to(tl.float64), (top >= threshold) & (mass > 0)

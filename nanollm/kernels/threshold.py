@@ -25,7 +25,7 @@ from torch import Tensor
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.histogram import BIN, FARTHEST, NUM_BINS, first_key, key_of, number_of
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.token_rules import RowLogits, changes_logits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
@@ -172,10 +172,46 @@ def _sums_from(a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, r
 
 
 @triton.jit
+def _find(
+    found, a, b, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
+    """Leaves the logits of the wanted tiles from a to below b in found, if they are no more than ROOM. Returns how many
+    they are, and what all that are at least b weigh."""
+    count, from_b = tl.full((), 0, tl.int32), tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
+    tl.debug_barrier()
+    for first in range(0, num_wanted, _FEW):
+        x = _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES)
+        from_b += _sum_fours(tl.where(x >= b, tl.exp2((x - peak) * scale), 0.0))
+        inside = ((x >= a) & (x < b)).to(tl.int32)
+        in_tile = tl.sum(inside, 1)  # places are in the order of the tokens, so that sums are the same every time
+        place = count + (tl.cumsum(in_tile, 0) - in_tile)[:, None] + tl.cumsum(inside, 1) - 1
+        place = tl.where((inside > 0) & (place < ROOM), place, ROOM).to(tl.int64)
+        # As one number in any order, so that nothing moves between threads.
+        both = place << 32 | x.to(tl.uint32, bitcast=True)
+        both = tl.reshape(both, (_FEW * TILE_SIZE,), can_reorder=True)
+        tl.store(found + (both >> 32), both.to(tl.int32).to(tl.float32, bitcast=True), mask=(both >> 32) < ROOM)
+        count += tl.sum(in_tile, 0)
+    tl.debug_barrier()
+    return count, tl.sum(from_b)
+
+
+@triton.jit
 def _search(
-    low, high, cell, target, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr
+    low, high, cell, target, found, tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
+    HAS_RULES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """As _bisect, over the wanted tiles in memory."""
+    if high.to(tl.int64) - low > cell:
+        count, from_high = _find(
+            found, number_of(low), number_of(high), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
+            HAS_RULES, ROOM,
+        )  # fmt: skip
+        if count <= ROOM:
+            i = tl.arange(0, ROOM)
+            x = tl.load(found + i, mask=i < count, other=float("-inf"))
+            low = _bisect(x, tl.exp2((x - peak) * scale), target - from_high, low, high, cell)
+            high = low + cell
     while high.to(tl.int64) - low > cell:
         step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
         a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
@@ -238,7 +274,7 @@ def _threshold_kernel(
                 scale, fraction = LOG2_E / temperature, tl.maximum(top_p - _SLACK, _SLACK / 10)
                 total = tl.sum(tl.where(top > float("-inf"), mass * tl.exp2((top - peak) * scale), 0.0), 0)
                 total_is_known = (threshold == float("-inf")) & (not counting)
-                cell = tl.where(ruled, 1, 1 << CELL_BITS)
+                cell = tl.where(changes_logits(params_RP, row, HAS_RULES), 1, 1 << CELL_BITS)
                 low, high = _key_up(threshold, cell), key_of(peak) + cell
                 stop = tl.where(counting, high, low + cell)  # of the k-th largest; without top_k it is found
                 start, end = low, high  # of top_p's answer
@@ -287,18 +323,20 @@ def settled(
     threshold, tiles, state, top, logits, scratch, params_RP, row, size, num_tiles,
     HAS_RULES: tl.constexpr, CELL_BITS: tl.constexpr,
 ):  # fmt: skip
-    """A row's threshold, after more passes over its logits if it was left open. Pointers are to what the row has."""
+    """A row's threshold, after more passes over its logits if it was left open. Pointers are to what the row has; tiles
+    to room for two int32 for each element of top."""
     open = tl.load(state + _OPEN)
     if open > 0:
+        found = (tiles + top.shape[0]).to(tl.pointer_type(tl.float32), bitcast=True)
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
         top_p, ruled = float_param(params_RP, row, _TOP_P), has_rules(params_RP, row, HAS_RULES)
-        scale, cell = LOG2_E / temperature, tl.where(ruled, 1, 1 << CELL_BITS)
+        scale, cell = LOG2_E / temperature, tl.where(changes_logits(params_RP, row, HAS_RULES), 1, 1 << CELL_BITS)
         peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
         num_wanted = _list_wanted(tiles, top, tl.load(state + _WANTED), num_tiles)
         low = _search(
-            tl.load(state + _LOW), tl.load(state + _STOP), cell, top_k.to(tl.float32), tiles, num_wanted, logits,
-            scratch, size, peak, 0.0, ruled, HAS_RULES,
+            tl.load(state + _LOW), tl.load(state + _STOP), cell, top_k.to(tl.float32), found, tiles, num_wanted,
+            logits, scratch, size, peak, 0.0, ruled, HAS_RULES, top.shape[0],
         )  # fmt: skip
         if top_p < 1:
             if open == 1:
@@ -308,8 +346,8 @@ def settled(
                 )  # fmt: skip
             low = _search(
                 tl.maximum(low, tl.load(state + _FROM)), tl.load(state + _TO), cell,
-                total * tl.maximum(top_p - _SLACK, _SLACK / 10), tiles, num_wanted, logits, scratch, size, peak, scale,
-                ruled, HAS_RULES,
+                total * tl.maximum(top_p - _SLACK, _SLACK / 10), found, tiles, num_wanted, logits, scratch, size,
+                peak, scale, ruled, HAS_RULES, top.shape[0],
             )  # fmt: skip
         threshold = peak + temperature * tl.log(float_param(params_RP, row, _MIN_P))  # not what an earlier draw left
         threshold = tl.maximum(threshold, number_of(low))

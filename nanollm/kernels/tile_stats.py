@@ -15,8 +15,10 @@ from nanollm.kernels.token_rules import (
     apply_rules,
     as_logits,
     float_param,
+    has_mask,
     has_rules,
     int_param,
+    masked,
     penalized,
     rules_of,
 )
@@ -153,7 +155,7 @@ def _tile_stats_kernel(
     max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV, slots_R3S, masks_RW,
     size, row_stride, words_stride, masks_stride, num_tiles, steps,
     HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, RULED_TILES: tl.constexpr,
-    COUNTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    FEW_TILES: tl.constexpr, COUNTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -170,27 +172,35 @@ def _tile_stats_kernel(
     logits, first = logits_SV + s * row_stride, part * steps * TILES
     loaded = _load_tiles(logits, first + tl.arange(0, TILES), size, PAIRS)
     if has_rules(params_RP, row, HAS_RULES):
-        position, within = tl.load(positions_S + s), tl.arange(0, TILE_SIZE)[None, :]
-        for i in range(0, steps * TILES, RULED_TILES):
-            some = first + i + tl.arange(0, RULED_TILES)
-            at = some[:, None] * TILE_SIZE + within
-            raw, ruled = logits + at, scratch_SV + s * size + at
-            word = tl.load(words_RV + row * words_stride + at, mask=at < size, other=0)
-            x, rules = as_logits(tl.load(raw, mask=at < size, other=float("-inf"))), rules_of(word, row, params_RP)
-            if rules == 1:
-                x = penalized(x, word, row, params_RP)
+        position, scratch, within = tl.load(positions_S + s), scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
+        words = words_RV + row * words_stride
+        at = (first + tl.arange(0, RULED_TILES))[:, None] * TILE_SIZE + within
+        word, raw = tl.load(words + at, mask=at < size, other=0), tl.load(logits + at, mask=at < size, other=0)
+        for i in range(first, first + steps * TILES, RULED_TILES):
+            some, here = i + tl.arange(0, RULED_TILES), at < size
+            x, rules = tl.where(here, as_logits(raw), float("-inf")), rules_of(word)
+            following, more = at + RULED_TILES * TILE_SIZE, at + RULED_TILES * TILE_SIZE < size
+            raw = tl.load(logits + following, mask=more, other=0)
             if rules < 2:
-                tl.store(ruled, x, mask=at < size)
+                if has_mask(params_RP, row):
+                    x = masked(x, some, size, row, masks_RW, masks_stride)
+                if rules == 1:
+                    x = penalized(x, word, row, params_RP)
+                tl.store(scratch + at, x, mask=here)
             else:
-                # By itself: what it looks up would spread the others over the threads as it suits that.
-                y = as_logits(tl.load(raw, mask=at < size, other=float("-inf")))
-                y = apply_rules(
-                    y, at, at < size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW,
-                    masks_stride,
-                )  # fmt: skip
-                tl.store(ruled, y, mask=at < size)
+                # A few by themselves: what they look up would spread the others over the threads as it suits that.
+                for j in range(i, i + RULED_TILES, FEW_TILES):
+                    few = j + tl.arange(0, FEW_TILES)
+                    one = few[:, None] * TILE_SIZE + within
+                    y = as_logits(tl.load(logits + one, mask=one < size, other=float("-inf")))
+                    y = apply_rules(
+                        y, few, size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW,
+                        masks_stride,
+                    )  # fmt: skip
+                    tl.store(scratch + one, y, mask=one < size)
                 tl.debug_barrier()
-                x = tl.load(ruled, mask=at < size, other=float("-inf"))
+                x = tl.load(scratch + at, mask=here, other=float("-inf"))
+            word, at = tl.load(words + following, mask=more, other=0), following
             _store_stats(max_SN, mass_SN, s * num_tiles + some, some < num_tiles, x, temperature)
             if counted:
                 histogram.add(counts, bins, x, SHARED)
@@ -209,10 +219,14 @@ def _tile_stats_kernel(
 
 
 def _tile_stats_triton(
-    rows: RowLogits, counts: bool = False, parts: int = 0, tiles: int = 0, num_warps: int = 0, ruled_tiles: int = 8
+    rows: RowLogits, counts: bool = False, parts: int = 0, tiles: int = 0, num_warps: int = 0, ruled_tiles: int = 0
 ) -> tuple[Tensor, Tensor]:
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
     num_tiles, steps, tiles = -(-size // TILE), 1, tiles or (128 if counts else 64)
+    num_warps = num_warps or (16 if counts else 4)
+    ruled_tiles = (
+        ruled_tiles or num_warps
+    )  # a warp a tile, so that its mass is summed in one order whatever num_warps is
     if counts:
         # Two programs fit a multiprocessor, and not more, or the first would get too many.
         parts = parts or max(2 * gpu(rows.logits_SV.device).num_sms // max(num_rows, 1), 1)
@@ -244,10 +258,11 @@ def _tile_stats_triton(
             HAS_RULES=rows.has_rules,
             PAIRS=_in_pairs(rows.logits_SV),
             TILES=tiles,
-            RULED_TILES=min(ruled_tiles, tiles),
+            RULED_TILES=ruled_tiles,
+            FEW_TILES=min(ruled_tiles, 8),
             COUNTS=counts,
             SHARED=counts and isinstance(_tile_stats_kernel, triton.JITFunction),  # not interpreted
-            num_warps=num_warps or (16 if counts else 4),
+            num_warps=num_warps,
             maxnreg=64,  # what pairs without rules need; for the rest some spill
             **overlap(rows.logits_SV.device),
         )

@@ -24,6 +24,7 @@ from nanollm.sampling_params import (
     MAX_BAD_WORDS,
     NUM_PARAMS,
     NUM_SLOTS,
+    ONLY_BANS,
     PRESENCE,
     REPETITION,
     RULES,
@@ -38,7 +39,8 @@ _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
     tl.constexpr(column) for column in (REPETITION, FREQUENCY, PRESENCE, RULES)
 )
 _SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
-_NUM_SLOTS, _BANNED_SLOT, _HAS_MASK = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT), tl.constexpr(HAS_MASK)
+_NUM_SLOTS, _BANNED_SLOT = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT)
+_HAS_MASK, _ONLY_BANS = tl.constexpr(HAS_MASK), tl.constexpr(ONLY_BANS)
 PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
 
 
@@ -147,6 +149,17 @@ def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
+def has_mask(params_RP, row):
+    return (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0
+
+
+@triton.jit
+def changes_logits(params_RP, row, HAS_RULES: tl.constexpr):
+    """Whether a row's rules do more than ban tokens."""
+    return has_rules(params_RP, row, HAS_RULES) & ((int_param(params_RP, row, _RULES) & _ONLY_BANS) == 0)
+
+
+@triton.jit
 def as_float(x):
     """Logits as they came, float32."""
     if x.dtype == tl.bfloat16:  # an instruction less than a cast
@@ -171,11 +184,19 @@ def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
 
 
 @triton.jit
-def rules_of(word, row, params_RP):
-    """Of some of a row's tokens, by their words: 0 if they have no rules, 1 if only penalties, 2 if others too."""
-    has_mask = (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0
+def rules_of(word):
+    """Of some tokens, by their words: 0 if they have no rules but the mask, 1 if only penalties, 2 if others too."""
     slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
-    return tl.where(has_mask, 2, tl.max(tl.where(slot > 0, 2, tl.where(word != 0, 1, 0))))
+    return tl.max(tl.where(slot > 0, 2, tl.where(word != 0, 1, 0)))
+
+
+@triton.jit
+def masked(x, tile, size, row, masks_RW, masks_stride):
+    """Logits of tiles [tiles, columns], -inf for tokens that the row's mask doesn't allow."""
+    word = tile[:, None] * (x.shape[1] // 32) + tl.arange(0, x.shape[1] // 32)[None, :]
+    bits = tl.load(masks_RW + row * masks_stride + word, mask=word * 32 < size, other=0)
+    allowed = ((bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
+    return tl.where(allowed.reshape(x.shape[0], x.shape[1]), x, float("-inf"))
 
 
 @triton.jit
@@ -188,9 +209,10 @@ def penalized(x, word, row, params_RP):
 
 
 @triton.jit
-def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride):
-    """RowLogits.processed on the device: x are raw logits of the row at these columns."""
-    word = tl.load(words_RV + row * words_stride + column, mask=mask, other=0)
+def apply_rules(x, tile, size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride):
+    """RowLogits.processed on the device: x are raw logits of the row, of tiles [tiles, columns]."""
+    column = tile[:, None] * x.shape[1] + tl.arange(0, x.shape[1])[None, :]
+    word = tl.load(words_RV + row * words_stride + column, mask=column < size, other=0)
     slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
     slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
     has_slot = slot > 0
@@ -199,7 +221,6 @@ def apply_rules(x, column, mask, row, position, params_RP, words_RV, words_strid
     banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
     banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
     x = tl.where(banned, float("-inf"), x)
-    if (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0:
-        allowed = tl.load(masks_RW + row * masks_stride + column // 32, mask=mask, other=0)
-        x = tl.where(((allowed >> (column % 32)) & 1) == 0, float("-inf"), x)
+    if has_mask(params_RP, row):
+        x = masked(x, tile, size, row, masks_RW, masks_stride)
     return penalized(x, word, row, params_RP)

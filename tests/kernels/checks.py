@@ -40,6 +40,7 @@ from nanollm.sampling_params import (
     HAS_MASK,
     HAS_RULES,
     NUM_SLOTS,
+    ONLY_BANS,
     PRESENCE,
     REPETITION,
     RULES,
@@ -295,7 +296,7 @@ def make_state(num_rows: int, size: int, device: str = "cpu", **columns: list[fl
 
 
 def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
-    """Random penalties, biases and bans for every second row."""
+    """Random penalties, biases and bans for every second row, of some only the bans."""
     words = torch.zeros_like(state.words_RV)
     words += torch.randint(0, 4, words.shape).to(words) * (torch.rand(words.shape) < 0.1).to(words)
     slots = torch.randint(0, NUM_SLOTS, words.shape) * (torch.rand(words.shape) < 0.3)
@@ -308,8 +309,11 @@ def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
     state.masks_RW.copy_(torch.randint(-(2**31), 2**31, state.masks_RW.shape))
     for row in range(0, num_rows, 2):
         state.params_RP[row, RULES] = HAS_RULES | (HAS_MASK if row % 4 == 0 else 0)
-        values = torch.tensor([0.5 + row, 0.3, -0.7]).view(torch.int32).to(words)
-        state.params_RP[row, [REPETITION, FREQUENCY, PRESENCE]] = values
+        values = torch.tensor([0.5 + row, 0.3, -0.7])
+        if row % 6 == 4:
+            state.params_RP[row, RULES] |= ONLY_BANS
+            state.slots_R3S[row, 0], values = 0, torch.tensor([1.0, 0.0, 0.0])
+        state.params_RP[row, [REPETITION, FREQUENCY, PRESENCE]] = values.view(torch.int32).to(words)
 
 
 def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtype) -> None:

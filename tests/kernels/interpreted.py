@@ -166,8 +166,9 @@ def test_filters_of_16_bit_logits(kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(33_000, kind, device="cpu", dtype=dtype)
 
 
-def test_filters_after_rules() -> None:
-    checks.check_filters_after_rules(3000, **ON_CPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_after_rules(dtype: torch.dtype) -> None:
+    checks.check_filters_after_rules(3000, device="cpu", dtype=dtype)
 
 
 @pytest.mark.parametrize("filtered", [True, False])
