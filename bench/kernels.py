@@ -427,9 +427,9 @@ def sampling_variants() -> Iterator[Case]:
     yield inputs.case(calls | {"default": inputs.ours()})
     for name in ("top_k 20, top_p .95, min_p", "top_p .9", "top_k 1000"):
         filtered = Sampling(256, name)
-        launches = [(64, 4), (32, 4), (128, 16)] if filtered.filters is Filters.ALL else []
+        launches = [(64, 4), (64, 8), (64, 16)] if filtered.filters is Filters.ALL else []
         calls = {f"t{t} w{w}": filtered.ours(stats={"tiles": t, "num_warps": w}) for t, w in launches}
-        calls |= {f"threshold w{w}": filtered.ours(filters={"num_warps": w}) for w in (8, 32)}
+        calls |= {f"threshold w{w}": filtered.ours(filters={"num_warps": w}) for w in (8, 16, 32)}
         calls |= {f"draw w{w}": filtered.ours(drawing={"num_warps": w}) for w in (4, 16)}
         yield filtered.case(calls | {"default": filtered.ours()})
 

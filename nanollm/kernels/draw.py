@@ -29,7 +29,7 @@ from nanollm.kernels.noise import (
     noise_word,
     noise_words,
 )
-from nanollm.kernels.threshold import CELL_BITS, STATE_SIZE, Limits, settled
+from nanollm.kernels.threshold import STATE_SIZE, Limits, cell_bits, settled
 from nanollm.kernels.tile_stats import LARGEST, LOG2_E, TILE, TILE_SIZE, clamped, in_tiles
 from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
@@ -204,7 +204,7 @@ def _draw_triton(
             SETTLES=settles,
             HAS_RULES=rows.has_rules,
             ALL_TILES=all_tiles,
-            CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
+            CELL_BITS=cell_bits(rows),
             GROUP=16,
             num_warps=num_warps,
             maxnreg=1024 // num_warps if settles else None,  # two programs fit a multiprocessor, so 256 rows an H200

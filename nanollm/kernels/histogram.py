@@ -9,13 +9,13 @@ order.
 
 from nanollm.kernels.backend import tl, triton
 
-BIN_BITS = 16
 BINS = 2 * 128 * (24 + 8)  # bfloat16 has 128 numbers an octave
 _LEAST = (127 - 24) * 128  # the upper half of the bits of 2**-24
-FARTHEST = tl.constexpr(255.0)  # from here on, one bin
-NUM_BINS, BIN, _HALF, _LOW = (tl.constexpr(value) for value in (BINS, 1 << BIN_BITS, BINS // 2, _LEAST))
+# Of magnitudes between these, one value of bfloat16 is in a bin.
+NEAREST, FARTHEST = tl.constexpr(2.0**-24), tl.constexpr(254.0)
+NUM_BINS, BIN, _HALF, _LOW = (tl.constexpr(value) for value in (BINS, 1 << 16, BINS // 2, _LEAST))
 
-# Where the bins are is a number in PTX; Triton itself has no shared memory that programs can address.
+# Triton itself has no shared memory that programs can address. Where nothing comes out, it wants a zero.
 _PLACE = tl.constexpr(f"{{ .shared .align 16 .b32 bins[{BINS}]; mov.u32 $0, bins; }}")
 _SET = tl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
 _GET = tl.constexpr("ld.volatile.shared.b32 $0, [$1];")
@@ -71,7 +71,8 @@ def _slot(bin):
 
 @triton.jit
 def place(SHARED: tl.constexpr):
-    """Where the program's bins are: what the others take. Without SHARED, which only a GPU has, in its counts."""
+    """The address of the program's bins in shared memory: `at` of the others. Without it, as the interpreter is, they
+    count where the counts are to be."""
     at = tl.full((), 0, tl.int32)
     if SHARED:
         at = tl.inline_asm_elementwise(_PLACE, "=r", [], tl.int32, is_pure=False, pack=1)
@@ -103,7 +104,7 @@ def add(counts, at, x, SHARED: tl.constexpr):
 
 @triton.jit
 def add_pairs(at, pair):
-    """Counts pairs of bfloat16, each an int32. Of both zeros -0 is in the bin below 0's."""
+    """Counts pairs of bfloat16, each an int32, none of them NaN. Of both zeros -0 is in the bin below 0's."""
     tl.inline_asm_elementwise(_ADD_PAIR, "=r,r,r", [pair, at], tl.int32, is_pure=False, pack=1)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
-from nanollm.kernels.histogram import BIN, FARTHEST, NUM_BINS, first_key, key_of, number_of
+from nanollm.kernels.histogram import BIN, FARTHEST, NEAREST, NUM_BINS, first_key, key_of, number_of
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
 from nanollm.kernels.token_rules import RowLogits, changes_logits, float_param, has_rules, int_param, load_logits
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
@@ -31,8 +31,6 @@ from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 SLACK = 1e-6  # masses this close to top_p count as equal to it
 _SLACK = tl.constexpr(SLACK)
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(column) for column in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
-# Keys of numbers that were converted from this type are multiples of 2 to this power.
-CELL_BITS = {torch.bfloat16: 16, torch.float16: 13}
 FEW = 64  # tiles that fit the registers of a program
 _FEW, _GROUP = tl.constexpr(FEW), tl.constexpr(16)
 # What is known of a row that the draw must settle, int32 words: whether it is one (1, or 2 if the total is known), the
@@ -50,6 +48,11 @@ class Limits:
 
     threshold_S: Tensor
     state_SW: Tensor | None = None
+
+
+def cell_bits(rows: RowLogits) -> int:
+    """Keys of logits that no rule changed are multiples of 2 to this power."""
+    return {torch.bfloat16: 16, torch.float16: 13}.get(rows.raw_dtype or rows.logits_SV.dtype, 0)
 
 
 def cut(rows: RowLogits, x_SC: Tensor, count_SC: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ def _bisect(x, weight, target, low, high, cell):
 
 @triton.jit
 def _bins():
-    """Neighbours are one thread's, or its neighbours'."""
+    """The bins' numbers [groups, 16]: a group is one thread's, or its neighbours' too."""
     return tl.arange(0, NUM_BINS // _GROUP)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
 
 
@@ -119,7 +122,7 @@ def _counted(counts, num_parts):
 
 @triton.jit
 def _num_enough(weight, target):
-    """How many of the bins, from the lowest on, have enough at or above them."""
+    """How many of the bins, from the lowest on, have enough at or above them: first of the groups, then of one."""
     at_least = tl.cumsum(tl.sum(weight, 1).to(tl.float64), 0, reverse=True)
     num_groups = tl.sum((at_least >= target).to(tl.int32), 0)
     above = tl.max(tl.where(at_least >= target, 0.0, at_least), 0)
@@ -239,7 +242,7 @@ def _list_wanted(tiles, top, low, num_tiles):
     return tl.sum(wanted, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
     threshold_S, state_SW, tiles_SN, max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, params_RP, size,
     row_stride, num_tiles, num_parts,
@@ -274,7 +277,7 @@ def _threshold_kernel(
                 scale, fraction = LOG2_E / temperature, tl.maximum(top_p - _SLACK, _SLACK / 10)
                 total = tl.sum(tl.where(top > float("-inf"), mass * tl.exp2((top - peak) * scale), 0.0), 0)
                 total_is_known = (threshold == float("-inf")) & (not counting)
-                cell = tl.where(changes_logits(params_RP, row, HAS_RULES), 1, 1 << CELL_BITS)
+                cell = tl.where(changes_logits(params_RP, row), 1, 1 << CELL_BITS)
                 low, high = _key_up(threshold, cell), key_of(peak) + cell
                 stop = tl.where(counting, high, low + cell)  # of the k-th largest; without top_k it is found
                 start, end = low, high  # of top_p's answer
@@ -283,10 +286,12 @@ def _threshold_kernel(
                     if counting:
                         low, stop = _by_bins(count, is_exact, peak, 0.0, top_k.to(tl.float32), low, stop, cell)
                     if top_p < 1:
-                        if is_exact & (not total_is_known) & (stop.to(tl.int64) - low <= cell):
+                        # Where low is the first key of a bin of one value:
+                        is_first = (tl.abs(number_of(low)) > NEAREST) & (tl.abs(number_of(low)) < FARTHEST)
+                        if is_exact & is_first & (not total_is_known) & (stop.to(tl.int64) - low <= cell):
                             weight = tl.exp2((number_of(first_key(_bins())) - peak) * scale)
                             total = tl.sum(tl.where((count > 0) & (first_key(_bins()) >= low), count * weight, 0.0))
-                            total_is_known |= is_exact
+                            total_is_known = is_exact
                         if total_is_known:
                             start, end = _by_bins(count, is_exact, peak, scale, total * fraction, low, end, cell)
                 elif counting & (top_k <= _FEW):  # what one of each tile is enough for; of many it leaves many tiles
@@ -330,7 +335,7 @@ def settled(
         found = (tiles + top.shape[0]).to(tl.pointer_type(tl.float32), bitcast=True)
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
         top_p, ruled = float_param(params_RP, row, _TOP_P), has_rules(params_RP, row, HAS_RULES)
-        scale, cell = LOG2_E / temperature, tl.where(changes_logits(params_RP, row, HAS_RULES), 1, 1 << CELL_BITS)
+        scale, cell = LOG2_E / temperature, tl.where(changes_logits(params_RP, row), 1, 1 << CELL_BITS)
         peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
         num_wanted = _list_wanted(tiles, top, tl.load(state + _WANTED), num_tiles)
@@ -379,7 +384,7 @@ def _threshold_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, num_warp
             0 if counts is None else counts.shape[1],
             HAS_RULES=rows.has_rules,
             ALL_TILES=all_tiles,
-            CELL_BITS=CELL_BITS.get(rows.logits_SV.dtype, 0),
+            CELL_BITS=cell_bits(rows),
             COUNTS=counts is not None,
             num_warps=num_warps,
             maxnreg=1024 // num_warps,  # two programs fit a multiprocessor, so 256 rows an H200

@@ -99,8 +99,7 @@ def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature, bins, CO
     """The same of pairs [tiles, 4, 16]: four neighbouring threads share a tile, so that few numbers cross threads.
     COUNTED, at a temperature: counts them too, first of all, so that the rest is done meanwhile."""
     if COUNTED:
-        pair = _max_of_pairs(pair, _NO_PAIR)
-        histogram.add_pairs(bins, pair)
+        histogram.add_pairs(bins, _max_of_pairs(pair, _NO_PAIR))
     both = tl.reduce(tl.reduce(pair, 1, _max_of_pairs), 1, _max_of_pairs)
     top = tl.maximum(tl.maximum(_low_half(both), _high_half(both)), float("-inf"))
     tl.store(max_SN + at, top, mask=mask)
@@ -135,7 +134,7 @@ def _pass_over(
     max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
     TILES: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A row without rules, from what is loaded on."""
+    """A row without rules. loaded: its first tiles."""
     tile = first + tl.arange(0, TILES)
     for step in range(steps):
         following = _load_tiles(logits, tile + TILES, tl.where(step < steps - 1, size, 0), PAIRS)
@@ -150,7 +149,7 @@ def _pass_over(
         loaded, tile = following, tile + TILES
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_S", "positions_S"])
+@triton.jit(do_not_specialize=["steps"], do_not_specialize_on_alignment=["rows_S", "positions_S"])
 def _tile_stats_kernel(
     max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV, slots_R3S, masks_RW,
     size, row_stride, words_stride, masks_stride, num_tiles, steps,
@@ -158,19 +157,22 @@ def _tile_stats_kernel(
     FEW_TILES: tl.constexpr, COUNTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
+    steps = steps if COUNTS else 1
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     counts = counts_SPB + (s * tl.num_programs(1) + part) * histogram.NUM_BINS
-    bins, row = histogram.place(SHARED), tl.load(rows_S + s)
-    temperature, counted = float_param(params_RP, row, _TEMPERATURE), False
+    bins = histogram.place(SHARED)
     if COUNTS:
-        counted = (int_param(params_RP, row, _TOP_K) > 0) | (float_param(params_RP, row, _TOP_P) < 1)
-        counted &= temperature > 0
         histogram.clear(counts, bins, SHARED)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # only now: see overlap()
     logits, first = logits_SV + s * row_stride, part * steps * TILES
-    loaded = _load_tiles(logits, first + tl.arange(0, TILES), size, PAIRS)
+    loaded = _load_tiles(logits, first + tl.arange(0, TILES), size, PAIRS)  # before it is known what the row asks
+    row = tl.load(rows_S + s)
+    temperature, counted = float_param(params_RP, row, _TEMPERATURE), False
+    if COUNTS:
+        counted = (int_param(params_RP, row, _TOP_K) > 0) | (float_param(params_RP, row, _TOP_P) < 1)
+        counted &= temperature > 0
     if has_rules(params_RP, row, HAS_RULES):
         position, scratch, within = tl.load(positions_S + s), scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
         words = words_RV + row * words_stride
@@ -228,7 +230,7 @@ def _tile_stats_triton(
         ruled_tiles or num_warps
     )  # a warp a tile, so that its mass is summed in one order whatever num_warps is
     if counts:
-        # Two programs fit a multiprocessor, and not more, or the first would get too many.
+        # Two programs fit a multiprocessor. If more did, those that start early would crowd on the first to be free.
         parts = parts or max(2 * gpu(rows.logits_SV.device).num_sms // max(num_rows, 1), 1)
         steps = -(-num_tiles // (tiles * parts))
     grid = num_rows, -(-num_tiles // (tiles * steps))
@@ -274,7 +276,7 @@ def tile_stats(rows: RowLogits, counts: bool = False) -> tuple[Tensor, Tensor]:
 
     Mass is the sum of exp((logit - the tile's largest) / temperature): 1 to 128, or 0 where all are -inf. What it is
     in rows of temperature 0 says nothing. On a GPU the logits of rows with rules are left in rows.scratch_SV, which is
-    made here, and with counts how many there are of each size in rows.counts_SPB: of rows with top_k or top_p. Floor on
-    a GPU: one read of the logits.
+    made here. With counts rows.counts_SPB has how many are in each bin of kernels.histogram, of rows with top_k or
+    top_p; what fills up the last tiles is in bin 0 too. Floor on a GPU: one read of the logits.
     """
     return _tile_stats_triton(rows, counts) if runs_triton(rows.logits_SV) else tile_stats_reference(rows)

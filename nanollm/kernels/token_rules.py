@@ -86,9 +86,10 @@ class RowLogits:
 
     logits_SV: any float dtype, columns adjacent; this rank's share of the vocabulary, which starts at token first_id,
         a multiple of 128. rows_S: int64, rows of the state. positions_S: int64, tokens before the one to be sampled.
-    has_rules: False if the rules were applied already. scratch_SV: float32, for kernels to keep the logits of rows
-        with rules in once they are applied; other rows of it are never touched. counts_SPB: int32, for kernels to count
-        the logits of rows with filters in, by parts of the row and bins of kernels.histogram.
+    has_rules: False if the rules were applied already. raw_dtype: what the logits were before that, if not as now.
+    scratch_SV: float32, for kernels to keep the logits of rows with rules in once they are applied; other rows of it
+        are never touched. counts_SPB: int32, [rows, parts of a row, bins of kernels.histogram], for kernels to count
+        in; rows without top_k and top_p, and of temperature 0, never are.
     """
 
     logits_SV: Tensor
@@ -97,6 +98,7 @@ class RowLogits:
     state: SamplerState
     first_id: int = 0
     has_rules: bool = True
+    raw_dtype: torch.dtype | None = None
     scratch_SV: Tensor | None = None
     counts_SPB: Tensor | None = None
 
@@ -154,9 +156,10 @@ def has_mask(params_RP, row):
 
 
 @triton.jit
-def changes_logits(params_RP, row, HAS_RULES: tl.constexpr):
-    """Whether a row's rules do more than ban tokens."""
-    return has_rules(params_RP, row, HAS_RULES) & ((int_param(params_RP, row, _RULES) & _ONLY_BANS) == 0)
+def changes_logits(params_RP, row):
+    """Whether a row has rules that do more than ban tokens."""
+    rules = int_param(params_RP, row, _RULES)
+    return (rules != 0) & ((rules & _ONLY_BANS) == 0)
 
 
 @triton.jit

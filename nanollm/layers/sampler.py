@@ -24,7 +24,7 @@ CANDIDATES = 64  # most logits of a row that each rank sends when its filters ca
 
 
 class Filters(IntEnum):
-    """What a row's filters need to know of other ranks' logits; on one rank, whether they may need a second pass."""
+    """What a row's filters need to know of other ranks' logits; on one rank, whether they are to be counted."""
 
     NONE = 0  # nothing: it has no filters
     LARGEST = 1  # the largest: it has min_p alone, or top_k of at most CANDIDATES and maybe the others
@@ -79,7 +79,7 @@ class Sampler:
             if self.tp.size > 1:
                 tile_stats(rows)  # which applies the rules
                 whole_SV = self.tp.all_gather(_processed(rows)).transpose(0, 1).flatten(1)
-                whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False)
+                whole = RowLogits(whole_SV, rows_S, positions_S, self.state, has_rules=False, raw_dtype=logits_r.dtype)
             stats = tile_stats(whole, counts=filters is Filters.ALL)
             limits = threshold(whole, *stats)
             _, id_S = draw(whole, *stats, limits)

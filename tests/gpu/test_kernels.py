@@ -212,6 +212,10 @@ def test_filters(size: int, kind: str, dtype: torch.dtype) -> None:
     checks.check_filters(size, kind, device="cuda", dtype=dtype)
 
 
+def test_filters_of_gathered_logits() -> None:
+    checks.check_filters_of_gathered_logits(151936, device="cuda")
+
+
 @DTYPES
 def test_filters_after_rules(dtype: torch.dtype) -> None:
     checks.check_filters_after_rules(151936, device="cuda", dtype=dtype)

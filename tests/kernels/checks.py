@@ -336,7 +336,7 @@ def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtyp
 
 
 def check_counts(num_rows: int, size: int, parts: int, *, device: str, dtype: torch.dtype) -> None:
-    """By how many values of bfloat16 a number, rounded down, is from zero, from 2**-24 on and up to 2**8."""
+    """A bin's count is how many logits there are whose keys' upper 16 bits are the bin's, kept within the bins."""
     torch.manual_seed(0)
     logits = randn(num_rows, size, device=device, dtype=dtype) * 3
     logits[:, ::5] *= 1e-7
@@ -364,15 +364,17 @@ def check_counts(num_rows: int, size: int, parts: int, *, device: str, dtype: to
         assert torch.equal(count_B, bin_V.bincount(minlength=BINS))
 
 
-def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, parts: int = 1) -> None:
+def check_threshold(
+    logits: Tensor, state: SamplerState, *, exact: bool = True, parts: int = 1, **settings: Any
+) -> None:
     """The same kept set as the definition's, which sorts in float64.
 
     exact: False allows what float32 sums of the mass allow: the set of another top_p, 2e-6 away. parts: of a row, whose
-    logits are counted apart; 0 for none, which changes nothing but the time.
+    logits are counted apart; 0 for none, which changes nothing but the time. settings: of RowLogits.
     """
     num_rows = len(logits)
     index = torch.arange(num_rows, device=logits.device)
-    rows = RowLogits(logits, index, index + 3, state)
+    rows = RowLogits(logits, index, index + 3, state, **settings)
     stats = _tile_stats_triton(rows, parts > 0, parts)
     limits = _threshold_triton(rows, *stats)
     _draw_triton(rows, *stats, limits)  # which settles what is open
@@ -393,10 +395,10 @@ def check_threshold(logits: Tensor, state: SamplerState, *, exact: bool = True, 
 
 
 FILTERS = {
-    "TEMPERATURE": [1.0, 0.6, 1.0, 1.3, 0.6, 1.0, 2.0, 0.0, 0.01, 1.0, 1.5, 0.7],
-    "TOP_K": [0, 0, 20, 20, 1, 3000, 500, 5, 7, 2**30, 0, 90],
-    "TOP_P": [0.9, 1.0, 1.0, 0.95, 0.9, 0.5, 0.999, 0.5, 0.9, 1e-9, 0.8, 0.9],
-    "MIN_P": [0.0, 0.05, 0.0, 0.02, 0.0, 0.0, 1e-5, 0.5, 0.0, 0.0, 1e-3, 0.0],
+    "TEMPERATURE": [1.0, 0.6, 1.0, 1.3, 0.6, 1.0, 2.0, 0.0, 0.01, 1.0, 1.5, 0.7, 1.0],
+    "TOP_K": [0, 0, 20, 20, 1, 3000, 500, 5, 7, 2**30, 0, 90, 0],
+    "TOP_P": [0.9, 1.0, 1.0, 0.95, 0.9, 0.5, 0.999, 0.5, 0.9, 1e-9, 0.8, 0.9, 0.9],
+    "MIN_P": [0.0, 0.05, 0.0, 0.02, 0.0, 0.0, 1e-5, 0.5, 0.0, 0.0, 1e-3, 0.0, 1.0],
 }
 FILTERED = len(FILTERS["TOP_K"])
 
@@ -423,6 +425,8 @@ def adversarial_logits(num_rows: int, size: int, kind: str, device: str, dtype: 
         x = x.sort(-1).values
     if kind == "negative":
         x -= 30
+    if kind == "far below":
+        x -= 258
     if kind == "huge":
         x *= 200
     if kind == "tiny":
@@ -445,6 +449,7 @@ KINDS = [
     "zipf",
     "sorted",
     "negative",
+    "far below",
     "huge",
     "tiny",
     "cut at zero",
@@ -459,6 +464,16 @@ def check_filters(size: int, kind: str, *, device: str, dtype: torch.dtype) -> N
     logits[:, 7:8] = float("nan")
     for parts in (0, 3) if device == "cpu" else (0, 1, 3):
         check_threshold(logits, state, exact=exact, parts=parts)
+
+
+def check_filters_of_gathered_logits(size: int, *, device: str) -> None:
+    """As ranks have them: float32, with the values of bfloat16, but in rows whose rules changed them."""
+    state = make_state(FILTERED, size, device, **FILTERS)
+    make_rules(state, FILTERED, size)
+    logits = adversarial_logits(FILTERED, size, "random", device, torch.bfloat16)
+    index = torch.arange(FILTERED, device=device)
+    rows = RowLogits(logits, index, index + 3, state)
+    check_threshold(rows.processed().logits_SV, state, exact=False, has_rules=False, raw_dtype=torch.bfloat16)
 
 
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:

@@ -160,10 +160,14 @@ def test_filters_of_small_vocabularies(size: int) -> None:
     checks.check_filters(size, "random", **ON_CPU)
 
 
-@pytest.mark.parametrize("kind", ["random", "mostly banned"])
+@pytest.mark.parametrize("kind", ["random", "mostly banned", "far below", "tiny"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_filters_of_16_bit_logits(kind: str, dtype: torch.dtype) -> None:
-    checks.check_filters(33_000, kind, device="cpu", dtype=dtype)
+    checks.check_filters(1000, kind, device="cpu", dtype=dtype)
+
+
+def test_filters_of_gathered_logits() -> None:
+    checks.check_filters_of_gathered_logits(3000, device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

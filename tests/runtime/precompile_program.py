@@ -82,7 +82,7 @@ def step(lengths: list[int]) -> StepPlan:
 @torch.inference_mode()
 def main() -> None:
     num_rows, num_tokens, block_size, layer_weights = map(int, sys.argv[1:])
-    shape = {"num_hidden_layers": 3, "vocab_size": 3000, "max_position_embeddings": 4096}
+    shape = {"num_hidden_layers": 3, "vocab_size": 151936, "max_position_embeddings": 4096}
     config = EngineConfig.from_args(
         "qwen3-0.6b", dtype="bfloat16", block_size=block_size, num_kv_blocks=4, max_num_seqs=num_rows,
         max_num_batched_tokens=num_tokens, max_model_len=4096,
