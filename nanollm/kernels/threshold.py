@@ -205,29 +205,31 @@ def _search(
     HAS_RULES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """As _bisect, over the wanted tiles in memory."""
-    if high.to(tl.int64) - low > cell:
-        count, from_high = _find(
-            found, number_of(low), number_of(high), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-            HAS_RULES, ROOM,
-        )  # fmt: skip
-        if count <= ROOM:
-            i = tl.arange(0, ROOM)
-            x = tl.load(found + i, mask=i < count, other=float("-inf"))
-            low = _bisect(x, tl.exp2((x - peak) * scale), target - from_high, low, high, cell)
-            high = low + cell
+    count = tl.where(high.to(tl.int64) - low > BIN, ROOM + 1, 0)  # of more than a bin, many
     while high.to(tl.int64) - low > cell:
-        step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
-        a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
-        from_a, from_b, from_c = _sums_from(
-            number_of(a), number_of(b), number_of(c), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-            HAS_RULES,
-        )  # fmt: skip
-        if from_b >= target:
-            low = tl.where(from_c >= target, c, b)
-            high = tl.where(from_c >= target, high, tl.minimum(c, high))
-        else:
-            high = tl.where(from_a >= target, tl.minimum(b, high), a)
-            low = tl.where(from_a >= target, a, low)
+        if count > ROOM:
+            step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
+            a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
+            from_a, from_b, from_c = _sums_from(
+                number_of(a), number_of(b), number_of(c), tiles, num_wanted, logits, scratch, size, peak, scale,
+                ruled, HAS_RULES,
+            )  # fmt: skip
+            if from_b >= target:
+                low = tl.where(from_c >= target, c, b)
+                high = tl.where(from_c >= target, high, tl.minimum(c, high))
+            else:
+                high = tl.where(from_a >= target, tl.minimum(b, high), a)
+                low = tl.where(from_a >= target, a, low)
+        if high.to(tl.int64) - low > cell:
+            count, from_high = _find(
+                found, number_of(low), number_of(high), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
+                HAS_RULES, ROOM,
+            )  # fmt: skip
+            if count <= ROOM:
+                i = tl.arange(0, ROOM)
+                x = tl.load(found + i, mask=i < count, other=float("-inf"))
+                low = _bisect(x, tl.exp2((x - peak) * scale), target - from_high, low, high, cell)
+                high = low + cell
     return low
 
 
