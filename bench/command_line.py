@@ -3,6 +3,9 @@
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+MODEL_HELP = "as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)"
 
 
 def parser_of(doc: str | None, *, png: str | None = None) -> argparse.ArgumentParser:
@@ -46,3 +49,13 @@ def positive_float(text: str) -> float:
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return float(text)
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot for files: it needs no screen."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot

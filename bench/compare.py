@@ -26,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from command_line import at_least, parser_of, positive
-from workload import Workload, default_model_here
+from command_line import MODEL_HELP, at_least, parser_of, positive, pyplot
+from workload import Workload, default_model_here, load_format, random_prompts
 
 from nanollm.cli import exit_code
 
@@ -225,8 +225,7 @@ def tpot_ms(job: Job, batch: int, seconds: Callable[[list[list[int]], list[int]]
     draw = random.Random(batch)
 
     def once(output_len: int) -> float:
-        prompts = [[draw.randrange(job.vocab_size) for _ in range(job.prompt_len)] for _ in range(batch)]
-        return seconds(prompts, [output_len] * batch)
+        return seconds(random_prompts(draw, batch, job.prompt_len, job.vocab_size), [output_len] * batch)
 
     once(job.output_len)  # compiles what is missing
     first = statistics.median(once(1) for _ in range(max(job.repeats, 5 if batch == 1 else 1)))
@@ -236,7 +235,7 @@ def tpot_ms(job: Job, batch: int, seconds: Callable[[list[list[int]], list[int]]
 
 def run(job: Job, python: str | None) -> dict[str, Any]:
     """The engine's results, from a process of its own; {"engine", "error"} if it fails."""
-    env = {name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"}
+    env = os.environ | ({} if python is None else {"PYTHONPATH": str(Path(__file__).parents[1])})
     with tempfile.TemporaryDirectory(prefix="nanollm-compare-") as directory:
         path = Path(directory) / "job.json"
         path.write_text(json.dumps(asdict(job)))
@@ -257,7 +256,7 @@ def run(job: Job, python: str | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = parser_of(__doc__, png="speeds relative to ours")
-    parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--engines", nargs="+", choices=[*ENGINES][1:], help="beside ours (default: all there are)")
     parser.add_argument("--python", nargs="+", default=[], metavar="ENGINE=PATH", help="interpreters that have them")
     parser.add_argument("--tp", type=positive, default=1, help="number of ranks (default: %(default)s)")
@@ -299,12 +298,11 @@ def main() -> None:
 
 def job_for_ours(args: argparse.Namespace, directory: Path) -> Job:
     """The work. directory: gets the config.json of a named shape, which other engines don't know."""
-    from nanollm.config import NAMED_SHAPES
     from nanollm.models.source import resolve_model
 
     model = args.model or default_model_here()
-    dummy = model.lower() in NAMED_SHAPES
-    source = resolve_model(model, load_format="dummy" if dummy else "auto")
+    dummy = load_format(model) == "dummy"
+    source = resolve_model(model, load_format=load_format(model))
     if dummy:
         (directory / "config.json").write_text(json.dumps(source.hf_config | {"model_type": "qwen3"}))
     longest = max(2 * args.max_len, args.prompt_len + args.output_len)
@@ -347,11 +345,7 @@ def report(results: list[dict[str, Any]], title: str) -> None:
 
 def draw(path: Path, results: list[dict[str, Any]], title: str) -> None:
     """A group of bars for each measure: the speed of every engine, ours being 1, labelled with what was measured."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     measured = [result for result in results if "error" not in result]
     groups = ["W, tokens/s", *(f"TPOT, batch {batch}, ms" for batch in results[0]["tpot_ms"])]
     width = 0.8 / len(measured)

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from command_line import at_least, parser_of, positive, positive_float
-from workload import default_model_here
+from command_line import MODEL_HELP, at_least, parser_of, positive, positive_float
+from workload import default_model_here, load_format
 
 from nanollm.cli import exit_code
 from nanollm.runtime.channel import Kind, Link
@@ -90,11 +90,9 @@ def plan_microseconds(num_rows: int, num_plans: int) -> list[float]:
 async def idle_shares(model: str, tp: int, seconds: float) -> dict[str, float]:
     """The share of a core that each process of an idle engine takes, by process id."""
     from nanollm import AsyncLLMEngine, SamplingParams
-    from nanollm.config import NAMED_SHAPES
 
-    load_format = "dummy" if model.lower() in NAMED_SHAPES else "auto"
     async with AsyncLLMEngine(
-        model, load_format=load_format, skip_tokenizer_init=True, tensor_parallel_size=tp, max_model_len=64
+        model, load_format=load_format(model), skip_tokenizer_init=True, tensor_parallel_size=tp, max_model_len=64
     ) as engine:
         params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
         async for _ in engine.generate({"prompt_token_ids": [1, 2, 3]}, params, "first"):
@@ -123,7 +121,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rows", type=positive, nargs="+", default=[1, 32, 256, 512])
     parser.add_argument("--plans", type=at_least(10), default=2000, help="of each size (default: %(default)s)")
-    parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--tp", type=positive, default=2, help="ranks of the idle engine (default: %(default)s)")
     parser.add_argument("--seconds", type=positive_float, default=5.0, help="to watch it for (default: %(default)s)")
     args = parser.parse_args()

@@ -107,10 +107,10 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     return Rates(bytes_per_second, flops_per_second, f"rates measured now on {where}")
 
 
-def _best_seconds(function: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def _best_seconds(function: Callable[[], object], device: torch.device) -> float:
     """Of the quickest call: what the hardware can do, not what else it is doing."""
     seconds = []
-    for _ in range(1 + repeats):  # the first one warms up
+    for _ in range(6):  # the first one warms up
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import pyplot
 from torch import Tensor
 
 from nanollm.cli import exit_code
@@ -459,11 +460,7 @@ def measure_gpu() -> tuple[float, float]:
 
 
 def plot(cases: list[Case], floors: list[float], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 1 + 0.3 * len(cases)))
     achieved = [floor / case.microseconds["nanollm"] for case, floor in zip(cases, floors, strict=True)]
     axes.barh([case.name for case in cases][::-1], achieved[::-1])

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import at_least, parser_of, positive
+from command_line import MODEL_HELP, at_least, parser_of, positive, pyplot
 from floor import ModelCost, Rates, device_rates
 from tqdm import tqdm
-from workload import default_model_here
+from workload import default_model_here, load_format, random_prompts
 
 from nanollm import LLM, SamplingParams, __version__
 from nanollm.cli import exit_code
-from nanollm.config import NAMED_SHAPES
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
 
@@ -36,9 +35,7 @@ REPLAYS = 50
 
 def main() -> None:
     parser = parser_of(__doc__, png="TPOT beside its floor")
-    parser.add_argument(
-        "--model", nargs="+", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)"
-    )
+    parser.add_argument("--model", nargs="+", help=MODEL_HELP)
     parser.add_argument("--tp", type=positive, default=1, help="number of ranks (default: %(default)s)")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32, 256])
     parser.add_argument("--prompt-len", type=positive, default=512)
@@ -60,7 +57,7 @@ def measure_model(model: str, device: torch.device, args: argparse.Namespace) ->
     """Print a table; returns its rows."""
     with LLM(
         model,
-        load_format="dummy" if model.lower() in NAMED_SHAPES else "auto",
+        load_format=load_format(model),
         tensor_parallel_size=args.tp,
         max_model_len=args.prompt_len + args.output_len,
         max_num_seqs=max(args.batch),
@@ -83,12 +80,10 @@ def measure_model(model: str, device: torch.device, args: argparse.Namespace) ->
 
 def measure(llm: LLM, batch: int, args: argparse.Namespace) -> dict[str, float]:
     """TTFT and TPOT of one batch size, in ms, and the share of TPOT in which the GPU has nothing to do."""
-    random_ids = random.Random(batch)
+    draw_from = random.Random(batch)
 
     def prompts() -> list[list[int]]:
-        return [
-            [random_ids.randrange(llm.model_config.vocab_size) for _ in range(args.prompt_len)] for _ in range(batch)
-        ]
+        return random_prompts(draw_from, batch, args.prompt_len, llm.model_config.vocab_size)
 
     def seconds(num_tokens: int) -> float:
         asked = prompts()
@@ -135,12 +130,9 @@ def add_floors(rows: list[dict[str, float]], cost: ModelCost, rates: Rates, args
 
 def draw(path: Path, results: list[dict[str, Any]], title: str) -> None:
     """TPOT over batch size, ours and the floors'."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator
 
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for color, result in enumerate(results):
         batches = [row["batch"] for row in result["rows"]]

@@ -27,7 +27,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from command_line import at_least, parser_of, positive, positive_float
+from command_line import at_least, parser_of, positive, positive_float, pyplot
 from tqdm import tqdm
 from workload import Workload
 
@@ -321,11 +321,7 @@ def show(row: dict[str, Any]) -> None:
 
 def draw_png(path: Path, rows: list[dict[str, Any]], title: str) -> None:
     """TTFT and TPOT over what the server got done."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     rows = sorted((row for row in rows if row["completed"]), key=lambda row: row["requests_per_second"])
     figure, both = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for axes, name in zip(both, ("ttft", "tpot"), strict=True):

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from command_line import parser_of, positive
-from workload import default_model_here
+from command_line import MODEL_HELP, parser_of, positive, pyplot
+from workload import default_model_here, load_format
 
 from nanollm.cli import exit_code
 
@@ -66,13 +66,12 @@ class Clock:
 def start_up(model: str, started: float) -> dict[str, Any]:
     """In a new process: start an engine and have it make one token. started: monotonic time when Python was started."""
     from nanollm import LLM, SamplingParams
-    from nanollm.config import NAMED_SHAPES
 
     clock = Clock()
     clock.seconds["imports"] = time.monotonic() - started
     watch_parts(clock)
     with clock.part("rest"):
-        llm = LLM(model, load_format="dummy" if model.lower() in NAMED_SHAPES else "auto", skip_tokenizer_init=True)
+        llm = LLM(model, load_format=load_format(model), skip_tokenizer_init=True)
     seconds = dict(clock.seconds)  # steps that run from now on are no part of start-up
     params = SamplingParams(temperature=0, max_tokens=1)
     start = time.monotonic()
@@ -146,7 +145,7 @@ def median(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = parser_of(__doc__, png="the parts")
-    parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--cold", action="store_true", help="also with an empty Triton cache")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)  # in a process that is measured
@@ -174,11 +173,7 @@ def main() -> None:
 
 def draw(path: Path, report: dict[str, dict[str, float]], title: str) -> None:
     """A bar of parts for each kind of start."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 1.6 + 0.5 * len(report)), layout="constrained")
     left = dict.fromkeys(report, 0.0)
     for part in (name for name in report["warm"] if name != "total"):

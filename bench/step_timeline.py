@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import at_least, output_file, parser_of, positive
+from command_line import MODEL_HELP, at_least, output_file, parser_of, positive, pyplot
 from torch.profiler import ProfilerActivity, profile, record_function
-from workload import default_model_here
+from workload import default_model_here, load_format, random_prompts
 
 from nanollm import LLM, SamplingParams
 from nanollm.cli import exit_code
-from nanollm.config import NAMED_SHAPES
 
 PHASES = ("schedule", "submit", "collect", "update", "process")
 
@@ -50,7 +49,7 @@ def record(llm: LLM, batch: int, context: int, steps: int, trace: Path) -> None:
     """Profile `steps` decode steps of a full batch, after all prompts are in, and write the trace."""
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=steps + 64)
     vocab = min(llm.model_config.vocab_size, 10_000)
-    prompts = [[random.randrange(vocab) for _ in range(context)] for _ in range(batch)]
+    prompts = random_prompts(random, batch, context, vocab)
     llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)  # compile and warm up
     engine = llm._engine
     mark(engine.scheduler, "schedule", "schedule")
@@ -89,8 +88,7 @@ def read(trace: Path) -> tuple[dict[str, list[tuple[float, float]]], list[tuple[
 
 def draw(phases: dict[str, list[tuple[float, float]]], gpu: list[tuple[str, float, float]], png: Path) -> None:
     """The middle few steps, a lane for each CPU phase and one for the GPU."""
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     submits = sorted(phases["submit"])[len(phases["submit"]) // 2 :][:5]
     first, last = submits[0][0], submits[-1][1]
     figure, axis = plt.subplots(figsize=(12, 3.5))
@@ -107,7 +105,7 @@ def draw(phases: dict[str, list[tuple[float, float]]], gpu: list[tuple[str, floa
 
 def main() -> None:
     parser = parser_of(__doc__, png="four decode steps")
-    parser.add_argument("--model", help="as for throughput.py (default: qwen3-0.6b on a GPU, SmolLM2-135M on a CPU)")
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--batch", type=positive, default=256, help="(default: %(default)s)")
     parser.add_argument("--context", type=positive, default=512, help="tokens (default: %(default)s)")
     parser.add_argument("--steps", type=at_least(2), default=50, help="(default: %(default)s)")
@@ -115,9 +113,8 @@ def main() -> None:
     args = parser.parse_args()
     random.seed(0)
     model = args.model or default_model_here()
-    named = model.lower() in NAMED_SHAPES
     max_model_len = args.context + args.steps + 128
-    settings = {"load_format": "dummy"} if named else {"skip_tokenizer_init": True}
+    settings = {"load_format": load_format(model), "skip_tokenizer_init": True}
     with tempfile.TemporaryDirectory() as directory, LLM(model, max_model_len=max_model_len, **settings) as llm:
         trace = args.trace or Path(directory) / "trace.json"
         started = time.monotonic()

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import parser_of, positive
+from command_line import parser_of, positive, pyplot
 from floor import ModelCost, device_rates, workload_steps
-from workload import Workload, default_model_here
+from workload import Workload, default_model_here, load_format
 
 from nanollm import LLM, RequestOutput, SamplingParams, __version__
 from nanollm.cli import exit_code
@@ -46,7 +46,7 @@ def main() -> None:
     model = args.model or default_model_here()
     llm = LLM(
         model,
-        load_format="dummy" if model.lower() in NAMED_SHAPES else "auto",
+        load_format=load_format(model),
         tensor_parallel_size=args.tp or world_size,
         skip_tokenizer_init=True,
     )
@@ -115,12 +115,9 @@ def report(
 
 def draw(path: Path, outputs: list[RequestOutput], steps: list[tuple[float, int]], title: str) -> None:
     """Tokens so far over time. Each request's are spread evenly between its first and its last, which is nearly so."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
     import numpy as np
 
+    plt = pyplot()
     metrics: list[Any] = [output.metrics for output in outputs]
     start, end = min(m.arrival_time for m in metrics), max(m.finished_time for m in metrics)
     times = np.linspace(0, end - start, 400)

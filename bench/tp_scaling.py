@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import at_least, parser_of, positive
+from command_line import at_least, parser_of, positive, pyplot
 from floor import ModelCost, Rates, device_rates, workload_steps
 from latency import add_floors, measure, params
 from throughput import run_twice
-from workload import Workload
+from workload import Workload, load_format, random_prompts
 
 from nanollm import LLM, __version__
 from nanollm.cli import exit_code
-from nanollm.config import NAMED_SHAPES, ModelConfig
+from nanollm.config import ModelConfig
 from nanollm.models.source import resolve_model
 from nanollm.runtime.executor import resolve_device
 from nanollm.runtime.model_runner import resolve_dtype
@@ -57,7 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FILE", help="what --json wrote earlier")
     args = parser.parse_args()
-    config, device = resolve_model(args.model, load_format=load_format(args)).config, resolve_device("auto")
+    config, device = resolve_model(args.model, load_format=load_format(args.model)).config, resolve_device("auto")
     dtype = resolve_dtype("auto", config, device)
     if missing := [str(path) for path in args.runs if not path.is_file()]:
         parser.error(f"--runs: no such file: {', '.join(missing)}")
@@ -96,14 +96,10 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def load_format(args: argparse.Namespace) -> str:
-    return "dummy" if args.model.lower() in NAMED_SHAPES else "auto"
-
-
 def start(tp: int, args: argparse.Namespace) -> LLM:
     return LLM(
         args.model,
-        load_format=load_format(args),
+        load_format=load_format(args.model),
         tensor_parallel_size=tp,
         max_model_len=max(args.prompt_len + args.output_len, args.long_prompt_len + 1, 2 * args.max_len),
         max_num_seqs=max(*args.batch, args.num_prompts),
@@ -128,15 +124,11 @@ def measure_degree(llm: LLM, tp: int, args: argparse.Namespace) -> dict[str, Any
     return run
 
 
-def prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
-    return [[random.randrange(llm.model_config.vocab_size) for _ in range(length)] for _ in range(count)]
-
-
 def long_prompt_seconds(llm: LLM, args: argparse.Namespace) -> float:
     """Of one prompt and its first token, the best of a few."""
     seconds = []
     for _ in range(1 + args.repeats):
-        asked = prompts(llm, 1, args.long_prompt_len)
+        asked = random_prompts(random, 1, args.long_prompt_len, llm.model_config.vocab_size)
         before = time.perf_counter()
         llm.generate(asked, params(1), use_tqdm=False)
         seconds.append(time.perf_counter() - before)
@@ -149,7 +141,7 @@ def communication_seconds(llm: LLM, batch: int, args: argparse.Namespace) -> flo
     lengths: tuple[int, int] = (4, 24)
     found: list[dict[str, list[float]]] = []
     for num_tokens in lengths:
-        asked = prompts(llm, batch, min(args.prompt_len, 64))
+        asked = random_prompts(random, batch, min(args.prompt_len, 64), llm.model_config.vocab_size)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             llm.generate(asked, params(num_tokens), use_tqdm=False)
             torch.cuda.synchronize()
@@ -264,11 +256,7 @@ def report(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
 def draw(path: Path, runs: list[dict[str, Any]], title: str) -> None:
     """Speed-up over the number of GPUs: of each batch size, and of workload W."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     first, degrees = runs[0], sorted({run["tp"] for run in runs})
     labels = [f"TPOT, batch {row['batch']}" for row in first["rows"]]
     none = float("nan")

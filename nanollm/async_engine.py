@@ -224,15 +224,11 @@ class AsyncLLMEngine:
         return default_params(self.generation_config)
 
     def _load_text(self) -> "ModelSource":
-        from nanollm.llm import find_tokenizer
-        from nanollm.models.source import resolve_model  # torch takes seconds, in which the other process starts
+        from nanollm.llm import find_model, find_tokenizer  # torch takes seconds, in which the other process starts
 
-        config = self.config
-        source = resolve_model(
-            config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
-        )
-        self.generation_config = source.generation_config if config.generation_config == "auto" else {}
-        self.tokenizer = find_tokenizer(config, source)
+        source = find_model(self.config)
+        self.generation_config = source.generation_config
+        self.tokenizer = find_tokenizer(self.config, source)
         return source
 
     async def _prepare(self, prompt: Prompt, checked: PreparedParams, arrival_time: float) -> tuple[Add, str | None]:
@@ -275,10 +271,7 @@ class AsyncLLMEngine:
         aborts: list[int] = []
         for request_id in request_ids:
             if (request := self._take_off(request_id)) is not None:
-                choice_ids = range(request_id, request_id + request.num_choices)
-                for choice_id in choice_ids:
-                    self._processor.discard(choice_id)
-                aborts.extend(choice_ids)
+                aborts.extend(range(request_id, request_id + request.num_choices))
         if aborts:
             self._send(Abort(aborts))
 
@@ -292,6 +285,8 @@ class AsyncLLMEngine:
         if (request := self._requests.pop(request_id, None)) is not None:
             self._ids.discard(request.external_id)
             self._num_unfinished -= request.num_choices
+            for choice_id in range(request_id, request_id + request.num_choices):
+                self._processor.discard(choice_id)
         return request
 
     def _send(self, message: FromClient) -> None:
@@ -320,8 +315,6 @@ class AsyncLLMEngine:
         while not isinstance(message := await self._receive(), Died):
             if isinstance(message, Refused):
                 if (request := self._take_off(message.request_id)) is not None:
-                    for choice_id in range(message.request_id, message.request_id + request.num_choices):
-                        self._processor.discard(choice_id)
                     request.mailbox.error = ValueError(message.error)
                     request.mailbox.wake()
             elif isinstance(message, Stepped):

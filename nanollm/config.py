@@ -97,9 +97,9 @@ class RopeConfig:
         if (partial := merged.get("partial_rotary_factor", hf.get("partial_rotary_factor"))) not in (None, 1, 1.0):
             raise ValueError(f"partial_rotary_factor {partial!r} is not supported; only 1.0 is")
 
-        def number(name: str, default: Any, low: float = 1e-6, high: float = 1e12) -> Any:
+        def number(name: str, default: Any, low: float = 1e-6) -> Any:
             value = merged.get(name, default)
-            return value if value is None else check_float(f"rope {name}", value, low, high)
+            return value if value is None else check_float(f"rope {name}", value, low, 1e12)
 
         needs = {"default": (), "linear": ("factor",), "yarn": ("factor",)}.get(
             rope_type, ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

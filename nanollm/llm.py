@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, overload
 
@@ -52,11 +52,17 @@ def find_engine(model: str, kwargs: Mapping[str, Any]) -> "tuple[EngineConfig, M
     device = resolve_device(config.device)
     if device.type == "cuda" and kwargs.get("block_size") is None:
         config.block_size = GPU_BLOCK_SIZE
-    source = resolve_model(
-        model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
-    )
+    source = find_model(config)
     check_ranks(config, source.config, device)
     return config, source, device
+
+
+def find_model(config: EngineConfig) -> ModelSource:
+    """Its files; generation_config is {} where the user wants none of it."""
+    source = resolve_model(
+        config.model, revision=config.revision, load_format=config.load_format, hf_overrides=config.hf_overrides
+    )
+    return source if config.generation_config == "auto" else replace(source, generation_config={})
 
 
 def find_tokenizer(config: EngineConfig, source: ModelSource) -> "PreTrainedTokenizerBase | None":
@@ -149,7 +155,7 @@ class LLM:
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.config, source, device = find_engine(model, kwargs)
         self.model_config = source.config
-        self._generation_config = source.generation_config if self.config.generation_config == "auto" else {}
+        self._generation_config = source.generation_config
         self.tokenizer = tokenizer = find_tokenizer(self.config, source)
         grammars = Grammars(lambda: tokenizer, source.config)
         world = torchrun_world()
@@ -254,17 +260,10 @@ class LLM:
             if not isinstance(messages, Sequence) or isinstance(messages, str):
                 raise ValueError(f"messages must be a list of messages, or of such lists, got {messages!r}")
             conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-            tokenizer = need_tokenizer(self.tokenizer, "chat")
-            texts = [self.apply_chat_template(conversation, **template_kwargs) for conversation in conversations]
-            return [
-                {"prompt": text, "prompt_token_ids": encode_prompt(tokenizer, text, add_special_tokens=False)}
-                for text in texts
-            ]
+            return [self.chat_prompt(conversation, **template_kwargs) for conversation in conversations]
 
         if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-            if "max_new_tokens" not in self._generation_config:
-                sampling_params.max_tokens = None
+            sampling_params = default_params(self._generation_config, chat=True)
         return self._generate(render, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -275,6 +274,12 @@ class LLM:
     def apply_chat_template(self, messages: Any, **template_kwargs: Any) -> str:
         """The conversation as the prompt text that the model was trained on, up to where the assistant answers."""
         return render_chat(need_tokenizer(self.tokenizer, "chat"), messages, **template_kwargs)
+
+    def chat_prompt(self, messages: Any, **template_kwargs: Any) -> dict[str, Any]:
+        """The conversation as generate() takes it: text, and token ids without another BOS than the template's."""
+        text = self.apply_chat_template(messages, **template_kwargs)
+        ids = encode_prompt(need_tokenizer(self.tokenizer, "chat"), text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def compute_logits(self, prompts: Prompt | Sequence[Prompt]) -> "list[torch.Tensor]":
         """The model's logits at every position of each prompt: float32 [tokens, V] on the CPU.
@@ -494,14 +499,14 @@ class LLM:
     def _pump(self) -> None:
         """Run one step and deliver what it brought. If anything fails, everybody who waits gets the error."""
         try:
-            executor = self._executor
-            with executor.tells_followers() if isinstance(executor, Executor) else nullcontext():
+            executor = self._executor if isinstance(self._executor, Executor) else None
+            with nullcontext() if executor is None else executor.tells_followers():
                 outputs = self._engine.step()
                 self._engine.launch_ahead()
                 failures, self._engine.failures = self._engine.failures, []
-                if failures and isinstance(executor, Executor) and executor.has_followers:
-                    raise failures[0][1]
-                if isinstance(executor, Executor) and executor.has_followers:
+                if executor is not None and executor.has_followers:
+                    if failures:
+                        raise failures[0][1]
                     executor.send_outputs(pack_outputs(outputs))
                 results, aborts = self._processor.process(outputs)
             for result in results:

@@ -33,7 +33,7 @@ NUM_PARAMS = 11
 # that aren't banned keep the logits that they have.
 HAS_RULES, HAS_BAD_WORDS, HAS_MASK, ONLY_BANS = 1, 2, 4, 8
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
-NUM_SLOTS, NO_SLOT, BANNED_SLOT, FIRST_SLOT = 1024, 0, 1, 2
+NUM_SLOTS, BANNED_SLOT, FIRST_SLOT = 1024, 1, 2  # and 0 is none
 MAX_RULED_ROWS = 1024  # rows that run with rules at once; a row's take 4 bytes for each id of the vocabulary
 MAX_BAD_WORDS, BAD_PREFIX = 128, 15  # most bad words of several tokens; most tokens before the last of one
 MAX_GRAMMAR_CHARS = 65536
@@ -63,6 +63,14 @@ def check_list(name: str, value: Any) -> list[Any]:
     if not isinstance(values, list | tuple | set | frozenset | type(None)):
         raise ValueError(f"{name} must be a list, got {value!r}")
     return list(values or [])
+
+
+def check_unicode(name: str, text: str) -> None:
+    """ValueError, naming the field and the place, if the text holds half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has half a surrogate pair at character {error.start}") from None
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -113,11 +121,7 @@ class StructuredOutputsParams:
             if not isinstance(value := getattr(self, name), str | None):
                 raise ValueError(f"structured_outputs.{name} must be a string, got {value!r:.200}")
         text = "".join(self.choice or []) + str(self.json or self.regex or self.grammar or "")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            where = f"at character {error.start}"
-            raise ValueError(f"structured_outputs.{given[0]} has half a surrogate pair {where}") from None
+        check_unicode(f"structured_outputs.{given[0]}", text)
         if len(text) > MAX_GRAMMAR_CHARS:
             raise ValueError(f"structured_outputs.{given[0]} may have {MAX_GRAMMAR_CHARS} characters, got {len(text)}")
 

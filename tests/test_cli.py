@@ -41,8 +41,9 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         self.calls["closed"] = True
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
-        return "|".join(f"{message['role']}:{message['content']}" for message in messages)
+    def chat_prompt(self, messages: list[dict[str, str]]) -> dict[str, list[int]]:
+        text = "|".join(f"{message['role']}:{message['content']}" for message in messages)
+        return {"prompt_token_ids": list(text.encode())}
 
     def generate_stream(self, prompts: list[str], params: Any) -> Iterator[RequestOutput]:
         self.calls.update(prompts=prompts, params=params)

@@ -398,6 +398,7 @@ def test_bad_values_are_refused_by_name(settings: dict[str, Any], name: str) -> 
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias token ids must be from 0 to 299, got 300"),
         ({"allowed_token_ids": [1], "min_tokens": 2}, "no token is left"),
         ({"bad_words": ["x"]}, "bad_words needs a tokenizer"),
+        ({"stop": "x"}, "stop needs a tokenizer"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_by_name(llm: LLM, settings: dict[str, Any], message: str) -> None:
@@ -416,7 +417,7 @@ def test_too_many_bans_and_biases_are_refused_by_name(tiny: Any, lettered: LLM) 
         assert max(outputs[0].outputs[0].token_ids) < 3000
         everything = SamplingParams(stop_token_ids=list(range(4000)))
         assert len(tokens(llm, [1, 2], everything)) == 1
-    with pytest.raises(ValueError, match="prompt 0: bad_words must be valid Unicode, got half a surrogate pair"):
+    with pytest.raises(ValueError, match="prompt 0: bad_words has half a surrogate pair"):
         lettered.generate([[1, 2]], SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
     with pytest.raises(ValueError, match="bad_words may have 128 of more than one token"):
         lettered.generate([[1, 2]], SamplingParams(bad_words=[chr(i) + "a" for i in range(40, 200)]), use_tqdm=False)

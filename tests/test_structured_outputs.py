@@ -190,7 +190,7 @@ def check_outputs(llm: LLM, schemas: list[dict[str, Any]], completions: list[Any
         assert completion.finish_reason == "length"
         made = llm._engine._grammars
         wanted = SamplingParams(structured_outputs={"json": schema}).structured_outputs
-        matcher = made.make_matcher(made.compile(wanted))
+        matcher = made.compile(wanted).make_matcher()
         assert all(map(matcher.accept_token, completion.token_ids))
     return complete
 
@@ -210,7 +210,7 @@ def test_smollm2_keeps_to_schemas(smollm2_path: Path) -> None:
         # It would say more, and special tokens, whose text a string may hold, don't come in one.
         free = llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
         assert free.text != completions[0].text
-        mask = llm._engine._grammars.masks([llm._engine._grammars.make_matcher(grammar_of(llm, {"regex": ".*"}))])[0]
+        mask = llm._engine._grammars.masks([grammar_of(llm, {"regex": ".*"}).make_matcher()])[0]
         allowed = {i for i in range(49152) if mask[i // 32] >> (i % 32) & 1}
         special = set(llm.tokenizer.all_special_ids)
         assert len(allowed) > 40_000 and allowed & special == {*llm.model_config.eos_token_ids}

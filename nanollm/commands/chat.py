@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from nanollm.commands.flags import MODEL_HELP, add_engine_flags, check_one_process, default_model, engine_args
 from nanollm.commands.generate import timing_line
-from nanollm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from nanollm.llm import LLM
@@ -73,7 +72,7 @@ class Chat:
         self._history: list[dict[str, str]] = []
         self._stats = "no answer yet"
         self.failed = False  # to answer any line
-        llm.apply_chat_template([{"role": "user", "content": ""}])
+        llm.chat_prompt([{"role": "user", "content": ""}])
 
     def take(self, line: str) -> None:
         """A command, or what to answer."""
@@ -98,9 +97,7 @@ class Chat:
 
     def _answer(self, question: dict[str, str]) -> None:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        text = self._llm.apply_chat_template([*system, *self._history, question])
-        assert self._llm.tokenizer is not None  # it has the template
-        prompt = {"prompt_token_ids": encode_prompt(self._llm.tokenizer, text, add_special_tokens=False)}
+        prompt = self._llm.chat_prompt([*system, *self._history, question])
         output, num_printed = None, 0
         with _presses_of_ctrl_c() as presses, suppress(KeyboardInterrupt):
             for output in self._llm.generate_stream([prompt], self._params):

@@ -112,18 +112,13 @@ def _gpus() -> str:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        peers = [str(i) for i in range(torch.cuda.device_count()) if i != index and _is_peer(index, i)]
+        others = (i for i in range(torch.cuda.device_count()) if i != index)
+        peers = [str(i) for i in others if torch.cuda.can_device_access_peer(index, i)]
         lines.append(
             f"{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; "
             f"peer access to {', '.join(peers) or 'none'}"
         )
     return "\n".join(["", *lines])
-
-
-def _is_peer(index: int, other: int) -> bool:
-    import torch
-
-    return bool(torch.cuda.can_device_access_peer(index, other))
 
 
 def _flash_attention() -> str:

@@ -5,10 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanollm.commands.flags import MODEL_HELP, add_engine_flags, check_one_process, default_model, engine_args
-from nanollm.text.tokenizer import encode_prompt
 
 if TYPE_CHECKING:
     from nanollm.llm import LLM
@@ -81,13 +80,12 @@ def _run_prompts(args: argparse.Namespace) -> int:
     return exit_code
 
 
-def as_chat(llm: "LLM", question: str, system: str | None) -> str | dict[str, list[int]]:
+def as_chat(llm: "LLM", question: str, system: str | None) -> str | dict[str, Any]:
     """The question as a chat's first message; a model without a chat template gets it as it is."""
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         return question
     messages = [] if system is None else [{"role": "system", "content": system}]
-    text = llm.apply_chat_template([*messages, {"role": "user", "content": question}])
-    return {"prompt_token_ids": encode_prompt(llm.tokenizer, text, add_special_tokens=False)}  # the template has BOS
+    return llm.chat_prompt([*messages, {"role": "user", "content": question}])
 
 
 class AnswerPrinter:

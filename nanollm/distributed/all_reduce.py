@@ -66,7 +66,7 @@ class PeerCollectives:
 
     def takes(self, x_TD: Tensor) -> bool:
         """Whether all_reduce is the best way for this tensor: its size decides, which is the same on all ranks."""
-        return x_TD.dim() == 2 and x_TD.nbytes <= max(self.limits.one_shot, self.limits.two_shot)
+        return x_TD.dim() == 2 and x_TD.nbytes <= self.limits.two_shot
 
     def all_reduce(
         self, x_TD: Tensor, residual_TD: Tensor | None = None, weight_D: Tensor | None = None, eps: float = 0.0

@@ -90,9 +90,6 @@ class BlockManager:
     def num_free(self) -> int:
         return self._free.size
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
     def admit(self, seq: Sequence, keep_free: int) -> bool:
         """Give `seq` blocks for all its tokens, shared where its prefix is cached; False, changing nothing, if that
         would leave fewer than `keep_free` blocks. Sets num_computed_tokens to the tokens that need no computing.
@@ -101,7 +98,7 @@ class BlockManager:
         something of every prompt token shares nothing.
         """
         hits = self._match_prefix(seq) if self.enable_prefix_caching else self._leaders_blocks(seq)
-        num_new = self.num_blocks_for(seq.num_tokens) - len(hits)
+        num_new = -(-seq.num_tokens // self.block_size) - len(hits)
         # A hit that nobody uses comes out of the free list too.
         if num_new + sum(block.ref_count == 0 for block in hits) + keep_free > self.num_free:
             return False

@@ -141,8 +141,7 @@ class EngineCore:
         """Queue a sequence that make_sequences made. Waits for its grammar; ValueError if that is bad."""
         self._mend()
         if seq.grammar is not None:
-            assert self._grammars is not None
-            seq.matcher = self._grammars.make_matcher(seq.grammar)
+            seq.matcher = seq.grammar.make_matcher()
         self.scheduler.add(seq)
 
     def abort(self, request_id: int) -> bool:

@@ -97,8 +97,9 @@ def serve(core: EngineCore, link: Link, check: Callable[[], None]) -> None:
     compiling: dict[int, list[Sequence]] = {}  # requests whose grammar is not there yet
     with suppress(LinkClosedError):
         while True:
-            changed = _start_compiled(core, link, compiling)
+            changed = False
             while True:  # whatever has come in, before the next step; without work, wait for some
+                changed |= _start_compiled(core, link, compiling)
                 is_busy = changed or core.has_unfinished
                 message = receive(link, 0.0 if is_busy else _COMPILING_SECONDS if compiling else _CHECK_SECONDS)
                 if message is not None:
@@ -108,7 +109,6 @@ def serve(core: EngineCore, link: Link, check: Callable[[], None]) -> None:
                     break
                 else:
                     check()
-                    changed = _start_compiled(core, link, compiling)
             outputs = core.step()
             for output in outputs:
                 metrics = output.metrics
@@ -147,4 +147,3 @@ def _take(core: EngineCore, link: Link, message: FromClient, compiling: dict[int
         for seq in sequences:
             seq.metrics.arrival_time = message.arrival_time
         compiling[message.request_id] = sequences
-        _start_compiled(core, link, compiling)

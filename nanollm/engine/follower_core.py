@@ -1,7 +1,7 @@
 """FollowerCore: what stands in for EngineCore on ranks above 0 under torchrun."""
 
 from collections.abc import Sequence as AbstractSequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,18 +13,15 @@ from nanollm.outputs import EngineOutput, unpack_outputs
 from nanollm.runtime.channel import Kind
 from nanollm.runtime.executor import Follower
 from nanollm.runtime.ranks import EngineDeadError
-from nanollm.runtime.step_plan import SamplePlan, StepPlan, StepResult
 from nanollm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 
 class FollowerCore(EngineCore):
     """Validates requests as rank 0 does, but schedules nothing: step() runs rank 0's plans until it sends outputs."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, follower: Follower, grammars: Grammars) -> None:
-        super().__init__(config, model_config, _NoExecutor(follower), overlap=False, grammars=grammars)
+        sizes: Any = follower  # all that checks of requests look at
+        super().__init__(config, model_config, sizes, overlap=False, grammars=grammars)
         self._follower = follower
         self._made: list[Sequence] = []  # for the call that is not agreed on yet
         self._expected: set[int] = set()  # requests whose outputs are waited for
@@ -66,6 +63,9 @@ class FollowerCore(EngineCore):
         self._made.clear()
         return bool(same)
 
+    def reset(self) -> None:
+        """Nothing is scheduled here."""
+
     def get_stats(self) -> EngineStats:
         raise RuntimeError("get_stats works on rank 0 only")
 
@@ -82,25 +82,3 @@ class FollowerCore(EngineCore):
                 f"rank 0 sent {kind.name} where {until.name} was due: do all ranks make the same calls?"
             )
         return payload
-
-
-class _NoExecutor:
-    """Enough of an executor for the checks that requests are held against."""
-
-    def __init__(self, follower: Follower) -> None:
-        self.num_kv_blocks, self.max_model_len = follower.num_kv_blocks, follower.max_model_len
-
-    def submit(self, plan: StepPlan) -> None:
-        raise RuntimeError("only rank 0 schedules")
-
-    def logits(self) -> "torch.Tensor":
-        raise RuntimeError("only rank 0 schedules")
-
-    def sample(self, plan: SamplePlan) -> None:
-        raise RuntimeError("only rank 0 schedules")
-
-    def collect(self) -> StepResult:
-        raise RuntimeError("only rank 0 schedules")
-
-    def discard(self) -> None:
-        """Nothing is ever submitted here."""

@@ -71,6 +71,12 @@ class Grammar:
             )
         return self.future.result()
 
+    def make_matcher(self) -> Any:
+        """What follows one output through the grammar. Raises as result()."""
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self.result())
+
 
 class Grammars:
     """Compiles grammars for a model's tokens in threads of its own, and keeps the latest of them.
@@ -104,12 +110,6 @@ class Grammars:
                     threading.Thread(target=self._work, name="nanollm-grammars", daemon=True).start()
             self._known.move_to_end(key)
         return grammar
-
-    def make_matcher(self, grammar: Grammar) -> Any:
-        """What follows one output through the grammar."""
-        import xgrammar
-
-        return xgrammar.GrammarMatcher(grammar.result())
 
     def masks(self, matchers: list[Any]) -> NDArray[np.int32]:
         """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come. None allows all.
@@ -259,8 +259,7 @@ def _can_end(grammar: dict[str, Any]) -> bool:
     users: dict[int, set[int]] = {}
 
     def ends(expr: int, rule: int) -> bool:
-        kind, size, *rest = data[starts[expr] : starts[expr] + 2 + data[starts[expr] + 1]]
-        del size
+        kind, _, *rest = data[starts[expr] : starts[expr] + 2 + data[starts[expr] + 1]]
         if kind in (_SEQUENCE, _CHOICES):
             found = [ends(part, rule) for part in rest]
             return all(found) if kind == _SEQUENCE else any(found)

@@ -306,10 +306,9 @@ class Scheduler:
         room = min(self.chunk_limit, self.token_budget - draft.num_tokens)
         if seq.needs_whole_prompt:  # no more rows of logits than sampling takes: that much memory was set aside
             room = min(room, self._num_rows - draft.num_prompt_logits)
-        if room > 0:
-            self._take(draft, seq, min(seq.num_tokens - seq.num_computed_tokens, room))
-
-    def _take(self, draft: _Draft, seq: Sequence, num_new: int) -> None:
+        if room <= 0:
+            return
+        num_new = min(seq.num_tokens - seq.num_computed_tokens, room)
         draft.sequences.append(seq)
         draft.num_new.append(num_new)
         draft.num_tokens += num_new

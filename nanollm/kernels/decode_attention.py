@@ -181,7 +181,7 @@ def _decode_attention_kernel(
     # tokens of earlier steps are in the cache.
     context = tl.load(context_lens_B + row, cache_modifier=".cg")
     table = block_tables_BM + row * table_stride
-    block_C = _blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE)
+    block_C = load_blocks(table, split * TILE, table_len * BLOCK_SIZE, BLOCK_SIZE, TILE, ".cg")
     num_splits = tl.minimum(NUM_SPLITS, tl.maximum(tl.cdiv(context, MIN_SPLIT), 0 if KEEP else 1))
     if FROM_QKV:
         position = tl.load(positions_B + row, cache_modifier=".cg").to(tl.int64)
@@ -194,7 +194,7 @@ def _decode_attention_kernel(
                 k_cache, v_cache, block_C, split * TILE, tl.where(split < num_splits, context, 0), kv_head,
                 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_TILE, TILE,
             )  # fmt: skip
-            block_C = _blocks(table, (split + num_splits) * TILE, context, BLOCK_SIZE, TILE)
+            block_C = load_blocks(table, (split + num_splits) * TILE, context, BLOCK_SIZE, TILE, ".cg")
         if PDL:
             gdc_wait()
     else:
@@ -237,7 +237,7 @@ def _decode_attention_kernel(
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_TILE, TILE,
         )  # fmt: skip
         # The next tile's blocks are looked up a tile ahead: the loads of K and V depend on them.
-        block_C = _blocks(table, tile + num_splits * TILE, context, BLOCK_SIZE, TILE)
+        block_C = load_blocks(table, tile + num_splits * TILE, context, BLOCK_SIZE, TILE, ".cg")
         top_G, total_GC, acc_GH = _attend(q_GH, k_CH, v_CH, inside_C, top_G, total_GC, acc_GH, scale_log2)
 
     total_G = tl.sum(total_GC, 1)
@@ -259,10 +259,10 @@ def _decode_attention_kernel(
 
 
 @triton.jit
-def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+def load_blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, CACHE: tl.constexpr):
     """The blocks of tokens first … first + TILE of a row: one for all of them where a tile fits in a block."""
     token_C = first if BLOCK_SIZE % TILE == 0 else first + tl.arange(0, TILE)
-    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0, cache_modifier=".cg")
+    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0, cache_modifier=CACHE)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from nanollm.kernels.backend import (
     tl,
     triton,
 )
+from nanollm.kernels.decode_attention import load_blocks
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -53,13 +54,6 @@ def prefill_attention_reference(
         )
         out_TNH[start:stop] = out_NTH[0].transpose(0, 1)
     return out_TNH
-
-
-@triton.jit
-def _blocks(table, first, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The blocks of tokens first … first + TILE of a row: one for all of them where a tile fits in a block."""
-    token_C = first if BLOCK_SIZE % TILE == 0 else first + tl.arange(0, TILE)
-    return tl.load(table + token_C // BLOCK_SIZE, mask=token_C < stop, other=0)
 
 
 @triton.jit
@@ -155,15 +149,15 @@ def _prefill_attention_kernel(
     unmasked = (past + first_query + 1) // TILE_C * TILE_C
     stop = past + tl.minimum(first_query + TOKENS, query_len)
     # The next tile's blocks are looked up a tile ahead: the loads of K and V depend on them.
-    block_C = _blocks(table, 0, stop, BLOCK_SIZE, TILE_C)
+    block_C = load_blocks(table, 0, stop, BLOCK_SIZE, TILE_C, "")
     for first in tl.range(0, unmasked, TILE_C, num_stages=STAGES):
-        now_C, block_C = block_C, _blocks(table, first + TILE_C, stop, BLOCK_SIZE, TILE_C)
+        now_C, block_C = block_C, load_blocks(table, first + TILE_C, stop, BLOCK_SIZE, TILE_C, "")
         top_M, total_M, acc_MH = _attend_tile(
             q_MH, top_M, total_M, acc_MH, k_cache, v_cache, now_C, first, stop, position_M, kv_head, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, HEAD_TILE, BLOCK_SIZE, TILE_C, BY_COPY_ENGINE, MASKED=False,
         )  # fmt: skip
     for first in tl.range(unmasked, stop, TILE_C, num_stages=STAGES):
-        now_C, block_C = block_C, _blocks(table, first + TILE_C, stop, BLOCK_SIZE, TILE_C)
+        now_C, block_C = block_C, load_blocks(table, first + TILE_C, stop, BLOCK_SIZE, TILE_C, "")
         top_M, total_M, acc_MH = _attend_tile(
             q_MH, top_M, total_M, acc_MH, k_cache, v_cache, now_C, first, stop, position_M, kv_head, scale_log2,
             NUM_KV_HEADS, HEAD_DIM, HEAD_TILE, BLOCK_SIZE, TILE_C, BY_COPY_ENGINE, MASKED=True,

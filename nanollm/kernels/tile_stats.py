@@ -221,14 +221,11 @@ def _tile_stats_kernel(
 
 
 def _tile_stats_triton(
-    rows: RowLogits, counts: bool = False, parts: int = 0, tiles: int = 0, num_warps: int = 0, ruled_tiles: int = 0
+    rows: RowLogits, counts: bool = False, parts: int = 0, tiles: int = 0, num_warps: int = 0
 ) -> tuple[Tensor, Tensor]:
     state, (num_rows, size) = rows.state, rows.logits_SV.shape
     num_tiles, steps, tiles = -(-size // TILE), 1, tiles or (128 if counts else 64)
     num_warps = num_warps or (16 if counts else 4)
-    ruled_tiles = (
-        ruled_tiles or num_warps
-    )  # a warp a tile, so that its mass is summed in one order whatever num_warps is
     if counts:
         # Two programs fit a multiprocessor. If more did, those that start early would crowd on the first to be free.
         parts = parts or max(2 * gpu(rows.logits_SV.device).num_sms // max(num_rows, 1), 1)
@@ -260,8 +257,8 @@ def _tile_stats_triton(
             HAS_RULES=rows.has_rules,
             PAIRS=_in_pairs(rows.logits_SV),
             TILES=tiles,
-            RULED_TILES=ruled_tiles,
-            FEW_TILES=min(ruled_tiles, 8),
+            RULED_TILES=num_warps,  # a warp a tile, whose mass is summed in one order then, however many they are
+            FEW_TILES=min(num_warps, 8),
             COUNTS=counts,
             SHARED=counts and isinstance(_tile_stats_kernel, triton.JITFunction),  # not interpreted
             num_warps=num_warps,

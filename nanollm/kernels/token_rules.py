@@ -51,7 +51,7 @@ class SamplerState:
     params_RP: the columns of nanollm.sampling_params; the last row is scratch, for padding. The others may have fewer
         rows, and are read only where the column RULES says so.
     words_RV: of the tokens of this rank's share of the vocabulary.
-    slots_R3S: bias and bans of NUM_SLOTS slots, zeros in NO_SLOT. last_RH: the BAD_PREFIX tokens sampled last, oldest
+    slots_R3S: bias and bans of NUM_SLOTS slots, zeros in slot 0. last_RH: the BAD_PREFIX tokens sampled last, oldest
         first, -2 for none.
     bad_words_RWN: [R, MAX_BAD_WORDS, 1 + BAD_PREFIX]: slot of the last token (0 for no word), then the tokens before
         it, right-aligned, -1 on the left.
@@ -163,17 +163,11 @@ def changes_logits(params_RP, row):
 
 
 @triton.jit
-def as_float(x):
-    """Logits as they came, float32."""
-    if x.dtype == tl.bfloat16:  # an instruction less than a cast
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def as_logits(x):
     """Logits as they came, float32; NaN as -inf."""
-    return tl.maximum(as_float(x), float("-inf"))  # the instruction ignores NaN
+    if x.dtype == tl.bfloat16:  # an instruction less than a cast
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return tl.maximum(x.to(tl.float32), float("-inf"))  # the instruction ignores NaN
 
 
 @triton.jit

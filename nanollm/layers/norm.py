@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from nanollm.layers.hidden import Hidden
-from nanollm.layers.weights import TensorPart, whole
+from nanollm.layers.weights import TensorPart
 
 
 class RMSNorm(nn.Module):
@@ -19,4 +19,5 @@ class RMSNorm(nn.Module):
         return Hidden(hidden.residual_TD, hidden.pending_TD, self.weight, self.eps)
 
     def tensor_parts(self, path: str) -> list[TensorPart]:
-        return [whole(f"{path}.weight", self.weight)]
+        size = len(self.weight)
+        return [TensorPart(f"{path}.weight", (size,), (slice(0, size),), self.weight)]

@@ -19,8 +19,3 @@ class TensorPart:
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     target: torch.Tensor
-
-
-def whole(name: str, target: torch.Tensor) -> TensorPart:
-    """A tensor that every rank reads completely."""
-    return TensorPart(name, tuple(target.shape), tuple(slice(0, n) for n in target.shape), target)

@@ -98,10 +98,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     raise CheckpointError(f"{index} must be JSON with a weight_map from tensor names to file names: download it again")
 
 
-def _some(names: list[str], most: int = 10) -> str:
-    """At most `most` names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: list[str]) -> str:
+    """At most 10 names, and how many more there are."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 class DummyCheckpoint:

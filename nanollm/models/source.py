@@ -20,7 +20,6 @@ TOKENIZER_AND_CONFIG_FILES = ["*.json", "tokenizer*", "merges.txt", "vocab*", "*
 class ModelSource:
     """A model that was found and is supported.
 
-    name: as the user wrote it.
     path: its directory or .gguf file; None for a named shape.
     hf_config: config.json, with hf_overrides merged in.
     model_class: importable name, "module:Class", of the nn.Module that runs it.
@@ -29,7 +28,6 @@ class ModelSource:
     load_format: "auto" or "dummy".
     """
 
-    name: str
     path: Path | None
     hf_config: dict[str, Any]
     config: ModelConfig
@@ -106,7 +104,7 @@ def resolve_model(
     eos = (*config.eos_token_ids, *read_token_ids("eos_token_id", generation_config.get("eos_token_id")))
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
     model_class = MODELS[config.architecture]
-    return ModelSource(model, path, hf_config, config, generation_config, load_format, model_class)
+    return ModelSource(path, hf_config, config, generation_config, load_format, model_class)
 
 
 def _config_or_gguf(path: Path) -> Path:

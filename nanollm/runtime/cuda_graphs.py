@@ -1,5 +1,5 @@
-"""Decode steps, captured and replayed: per batch size a CUDA graph for forward, and for sampling one without filters
-and one with them."""
+"""Decode steps, captured and replayed: per batch size a CUDA graph for forward, and for sampling one for each kind of
+filters."""
 
 import functools
 import time

@@ -93,7 +93,6 @@ class Executor:
         runner, step = self.runner, self._waiting
         assert step is not None
         with self._ends_all_ranks():
-            plan.step = step.plan.step
             shares = [runner.share(plan, step.plan, rank).pack() for rank in range(1, self.ranks.tp.size)]
             self.ranks.send(Kind.SAMPLE, shares, self._step_timeout)
             self._pending.append(runner.sample(step, runner.share(plan, step.plan, 0)))
@@ -126,9 +125,8 @@ class Executor:
 
     def send_outputs(self, packed: bytes) -> None:
         """Under torchrun: the outputs of a step to every rank, so that each returns them to its caller."""
-        if packed:
-            with self._ends_all_ranks():
-                self.ranks.send(Kind.OUTPUTS, packed, self._step_timeout)
+        with self._ends_all_ranks():
+            self.ranks.send(Kind.OUTPUTS, packed, self._step_timeout)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Call the function with the model, on every rank; what each returned, in order of rank."""

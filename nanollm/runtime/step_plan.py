@@ -65,7 +65,7 @@ class StepPlan(_Plan):
     host_tokens: token ids of all other rows, flat.
     append_rows, append_starts, append_counts, append_blocks: block-table appends: for each entry i, the next
         append_counts[i] ids of append_blocks go to row append_rows[i] from table position append_starts[i].
-    logit_rows_L: flat token positions whose logits are needed; the first num_sampled belong to sampled_rows_S.
+    logit_rows_L: flat token positions whose logits are needed; the first belong to sampled_rows_S.
     sampled_rows_S: rows that sample a token in this step, in the order of logit_rows_L.
     params_rows, params: rows that start with new sampling parameters, and NUM_PARAMS words for each, the columns of
         nanollm.sampling_params.

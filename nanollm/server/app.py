@@ -8,6 +8,7 @@ import logging
 import resource
 import signal
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -115,12 +116,6 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
         service.check_model(request.path_params["name"])
         return _json(model)
 
-    async def completions(request: Request) -> Response:
-        return await create_completion(service, request)
-
-    async def chat(request: Request) -> Response:
-        return await create_chat(service, request)
-
     async def tokenize(request: Request) -> Response:
         asked = await read_json(request, TokenizeRequest)
         service.check_model(asked.model)
@@ -146,7 +141,7 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
         text = await engine.in_text_thread(lambda: tokenizer.decode(asked.tokens, clean_up_tokenization_spaces=False))
         return _json({"prompt": text})
 
-    paths = {
+    paths: dict[str, dict[str, Callable[[Request], Awaitable[Response]]]] = {
         "GET": {
             "/health": health,
             "/version": version,
@@ -155,8 +150,8 @@ def build_app(service: Service, options: ServerOptions) -> ASGIApp:
             "/v1/models/{name:path}": one_model,  # names may have slashes
         },
         "POST": {
-            "/v1/completions": completions,
-            "/v1/chat/completions": chat,
+            "/v1/completions": partial(create_completion, service),
+            "/v1/chat/completions": partial(create_chat, service),
             "/tokenize": tokenize,
             "/detokenize": detokenize,
         },

@@ -36,6 +36,7 @@ from nanollm.server.protocol import (
 )
 from nanollm.server.service import Service
 from nanollm.text.answer_parser import AnswerParser, Piece
+from nanollm.text.prompts import default_params
 
 MAX_TOOLS = 128
 
@@ -64,14 +65,11 @@ async def create_chat(service: Service, request: Request) -> Response:
     text, token_ids = await service.encode_chat(
         messages, asked.tools, asked.add_generation_prompt, asked.chat_template_kwargs, suffix
     )
-    defaults = service.engine.get_default_sampling_params()
-    if "max_new_tokens" not in service.engine.generation_config:
-        defaults.max_tokens = None
     max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true")
     params = asked.params(
-        defaults,
+        default_params(service.engine.generation_config, chat=True),
         logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
         **{} if max_tokens is None else {"max_tokens": max_tokens},
         **{} if schema is None else {"structured_outputs": {"json": schema}},

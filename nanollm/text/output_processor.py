@@ -41,17 +41,10 @@ class OutputProcessor:
         """Register a request before its first EngineOutput. Its params.n continuations have the ids from request_id on.
 
         stream: False asks for the finished RequestOutput only, which costs next to nothing a token.
-        Raises ValueError if an id is running already, or if there are stop strings and no tokenizer.
         """
-        ids = range(request_id, request_id + params.n)
-        for used in ids:
-            if used in self._choices:
-                raise ValueError(f"request_id {used} is in use by a request that has not finished")
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or load the model with its tokenizer")
         pieces = self._pieces_for(params)
         request = _Request(external_id, prompt, prompt_token_ids, params, metrics, pieces, stream, params.n)
-        for index, choice_id in enumerate(ids):
+        for index, choice_id in enumerate(range(request_id, request_id + params.n)):
             choice = _Choice(request, index, _detokenizer(pieces))
             request.choices.append(choice)
             self._choices[choice_id] = choice
@@ -216,7 +209,7 @@ class _Choice:
         The first match to complete, token by token, wins: so a stop string wins over a longer one that it begins.
         Of those which one token completes, the one that starts earliest wins, then the shortest.
         """
-        assert self.detokenizer is not None  # SamplingParams and add() refuse stop strings without text
+        assert self.detokenizer is not None  # SamplingParams and prepare_params refuse stop strings without text
         for token_id in new_token_ids:
             self.token_ids.append(token_id)
             new_text = self.detokenizer.push([token_id])

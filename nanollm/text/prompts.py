@@ -41,21 +41,21 @@ def prepare_params(tokenizer: "PreTrainedTokenizerBase | None", params: Sampling
         raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
     params = replace(params)
     if params.stop:
-        need_tokenizer(tokenizer, "stop strings")
+        need_tokenizer(tokenizer, "stop")
     bad_words: list[list[int]] = []
     if params.bad_words:
         bad_words = encode_bad_words(need_tokenizer(tokenizer, "bad_words"), params.bad_words)
     return PreparedParams(params, bad_words)
 
 
-def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+def default_params(generation_config: Mapping[str, Any], *, chat: bool = False) -> SamplingParams:
     """What is used where no parameters are given: the model's generation_config.json, as far as vLLM reads it, and
-    SamplingParams' own defaults for the rest."""
+    SamplingParams' own defaults for the rest; but a chat's answer may be as long as the context allows."""
     names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
     names["max_new_tokens"] = "max_tokens"
-    given = {ours: generation_config.get(theirs) for theirs, ours in names.items()}
+    given = {ours: value for theirs, ours in names.items() if (value := generation_config.get(theirs)) is not None}
     try:
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(**({"max_tokens": None} if chat else {}) | given)
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}; generation_config='vllm' ignores it") from None
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanollm.sampling_params import check_unicode
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -58,10 +60,7 @@ def encode_prompt(
     """
     if not isinstance(text, str):
         raise ValueError(f"a prompt to tokenize must be a string, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}") from None
+    check_unicode("the prompt", text)
     # verbose=False: the engine says itself what is a little too long. Cut anywhere, a text has about as many tokens.
     if most is not None and len(text) > max(_PIECE, 16 * most):  # few texts that fit are as long
         count = 0
@@ -79,10 +78,7 @@ def encode_bad_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> 
     """
     sequences = []
     for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"bad_words must be valid Unicode, got half a surrogate pair in {word!r}") from None
+        check_unicode("bad_words", word)
         bare, spaced = (
             list(tokenizer.encode(space + word.lstrip(" "), add_special_tokens=False)) for space in ("", " ")
         )

@@ -1,6 +1,7 @@
 """bench/compare.py runs as a reader would run it, with transformers as the only other engine."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ def test_an_engine_that_fails_leaves_the_others_their_results(tiny: Any, tmp_pat
     assert "no GPU" in result.stderr
     assert "exit code 3" in next(line for line in result.stdout.splitlines() if line.startswith("vllm"))
     assert "(1.00×)" in next(line for line in result.stdout.splitlines() if line.startswith("nanollm"))
+
+
+def test_another_interpreter_needs_nothing_of_ours(tiny: Any, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without any installed package
+    python.chmod(0o755)
+    arguments = ("--model", tiny("qwen3").path, "--engines", "vllm", "--python", f"vllm={python}", *SMALL)
+    assert "No module named 'vllm'" in run(ROOT / "bench" / "compare.py", *arguments).stderr
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def no_hub(monkeypatch):
 def test_directory_with_config_json(directory, no_hub):
     save_file({"w": torch.ones(2)}, directory / "model.safetensors")
     source = resolve_model(str(directory))
-    assert (source.name, source.path, source.hf_config) == (str(directory), directory, CONFIG)
+    assert (source.path, source.hf_config) == (directory, CONFIG)
     assert source.config.architecture == "Qwen3ForCausalLM" and source.generation_config == {}
     checkpoint = source.open_checkpoint({})
     assert isinstance(checkpoint, SafetensorsCheckpoint) and checkpoint.shapes == {"w": (2,)}
@@ -188,7 +188,7 @@ def test_hub_id_that_is_cached_while_offline(offline_cache):
     write_json(snapshot / "config.json", CONFIG)
     save_file({"w": torch.ones(2)}, snapshot / "model.safetensors")
     source = resolve_model("org/model")
-    assert source.path == snapshot and source.name == "org/model"
+    assert source.path == snapshot
     assert source.open_checkpoint({}).shapes == {"w": (2,)}
 
 
