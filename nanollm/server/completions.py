@@ -17,7 +17,7 @@ from nanollm.server.errors import ApiError
 from nanollm.server.http import EventStream, read_json, until_disconnect
 from nanollm.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from nanollm.server.service import Service
-from nanollm.text.output_processor import TokenPieces
+from nanollm.text.detokenizer import TokenPieces
 from nanollm.text.prompts import Prompt, need_tokenizer
 from nanollm.text.tokenizer import encode_prompt
 
