@@ -37,7 +37,10 @@ from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.layers.sampler import Filters
 from nanollm.sampling_params import (
     FREQUENCY,
+    HAS_MASK,
+    HAS_RULES,
     MIN_P,
+    ONLY_BANS,
     REPETITION,
     RULES,
     SEED_LOW,
@@ -309,7 +312,7 @@ def one_row_cases() -> Iterator[Case]:
         yield inputs.case(name, {"nanollm": inputs.ours(), "cublas": inputs.separate()})
 
 
-# What rows ask for: columns of nanollm.sampling_params; the last has every fourth row do one of these.
+# What rows ask for, in turn: columns of nanollm.sampling_params.
 SAMPLINGS: dict[str, list[dict[int, float]]] = {
     "greedy": [{TEMPERATURE: 0.0}],
     "temperature": [{}],
@@ -318,7 +321,10 @@ SAMPLINGS: dict[str, list[dict[int, float]]] = {
     "top_k 1000": [{TOP_K: 1000}],
     "top_p .9": [{TOP_P: 0.9}],
     "top_p .5": [{TOP_P: 0.5}],
-    "penalties": [{RULES: 1, REPETITION: 1.1, FREQUENCY: 0.1}],
+    "penalties": [{RULES: HAS_RULES, REPETITION: 1.1, FREQUENCY: 0.1}],
+    "penalties, top_p .9": [{RULES: HAS_RULES, REPETITION: 1.1, FREQUENCY: 0.1, TOP_P: 0.9}],
+    "masks, top_p .9": [{RULES: HAS_RULES | HAS_MASK | ONLY_BANS, TOP_P: 0.9}],
+    "a mask in 32, top_p .9": [{RULES: HAS_RULES | HAS_MASK | ONLY_BANS, TOP_P: 0.9}, *[{TOP_P: 0.9}] * 31],
     "mixed": [{TEMPERATURE: 0.0}, {}, {TOP_P: 0.9}, {TOP_K: 20, TOP_P: 0.95}],
 }
 
@@ -337,6 +343,9 @@ class Sampling:
         self.rows = torch.arange(self.num_rows, device="cuda")
         self.state = SamplerState.empty(self.num_rows + 1, self.size, torch.device("cuda"))
         self.state.params_RP[:, SEED_LOW] = torch.arange(self.num_rows + 1)
+        self.state.masks_RW.fill_(-1)
+        if "penalties" in self.name:
+            self.state.words_RV[:, ::97] = 1  # tokens that were in the output, once
         kinds = SAMPLINGS[self.name]
         limits = [[row.get(column, off) for column, off in ((TOP_K, 0), (TOP_P, 1), (MIN_P, 0))] for row in kinds]
         self.filters = max(Filters.of(row.get(TEMPERATURE, 1.0), *of) for row, of in zip(kinds, limits, strict=True))
@@ -385,7 +394,9 @@ class Sampling:
 
 def sampling_cases() -> Iterator[Case]:
     """All of sampling against one read of the logits, and its kernels."""
-    for num_rows, name in [(1, "temperature"), (32, "temperature"), *((256, name) for name in SAMPLINGS)]:
+    some = [(rows, name) for rows in (1, 32) for name in ("temperature", "top_p .9", "penalties, top_p .9")]
+    some += [(32, "a mask in 32, top_p .9"), (32, "masks, top_p .9"), *((256, name) for name in SAMPLINGS)]
+    for num_rows, name in some:
         inputs = Sampling(num_rows, name)
         calls = {"nanollm": inputs.ours()} | inputs.parts()
         if name == "greedy":

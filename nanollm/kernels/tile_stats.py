@@ -262,7 +262,7 @@ def _tile_stats_triton(
             COUNTS=counts,
             SHARED=counts and isinstance(_tile_stats_kernel, triton.JITFunction),  # not interpreted
             num_warps=num_warps,
-            maxnreg=64,  # what pairs without rules need; for the rest some spill
+            maxnreg=64,  # which is enough for all of it
             **overlap(rows.logits_SV.device),
         )
     return max_SN, mass_SN
