@@ -338,7 +338,10 @@ class Sampling:
     size: int = 151936
 
     def __post_init__(self) -> None:
-        self.num_bytes = self.num_rows * self.size * 2
+        kinds = SAMPLINGS[self.name]
+        ruled = sum(RULES in kinds[row % len(kinds)] for row in range(self.num_rows))
+        # Logits are read; of rows with rules a word a token too, and what comes out is written in float32.
+        self.num_bytes = self.size * (2 * self.num_rows + 8 * ruled)
         self.logits = [randn(self.num_rows, self.size).mul_(2) for _ in range(copies_of(self.num_bytes))]
         self.rows = torch.arange(self.num_rows, device="cuda")
         self.state = SamplerState.empty(self.num_rows + 1, self.size, torch.device("cuda"))
@@ -346,7 +349,6 @@ class Sampling:
         self.state.masks_RW.fill_(-1)
         if "penalties" in self.name:
             self.state.words_RV[:, ::97] = 1  # tokens that were in the output, once
-        kinds = SAMPLINGS[self.name]
         limits = [[row.get(column, off) for column, off in ((TOP_K, 0), (TOP_P, 1), (MIN_P, 0))] for row in kinds]
         self.filters = max(Filters.of(row.get(TEMPERATURE, 1.0), *of) for row, of in zip(kinds, limits, strict=True))
         for row in range(self.num_rows):
@@ -393,7 +395,7 @@ class Sampling:
 
 
 def sampling_cases() -> Iterator[Case]:
-    """All of sampling against one read of the logits, and its kernels."""
+    """All of sampling against one read of the logits (and what rules read and write), and its kernels."""
     some = [(rows, name) for rows in (1, 32) for name in ("temperature", "top_p .9", "penalties, top_p .9")]
     some += [(32, "a mask in 32, top_p .9"), (32, "masks, top_p .9"), *((256, name) for name in SAMPLINGS)]
     for num_rows, name in some:
