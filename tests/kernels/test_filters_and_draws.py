@@ -50,7 +50,7 @@ def kept_by(logits: np.ndarray, temperature: float, top_k: int, top_p: float, mi
     if np.isinf(x.max()):
         return x == x.max()
     probabilities = np.exp((x - x.max()) / temperature)
-    kept = probabilities >= min_p * (1 - 1e-6)
+    kept = probabilities >= min_p * (1 - 1e-6) if min_p < 1 else x == x.max()
     if top_k and top_k < len(x):
         kept &= x >= np.sort(x)[-top_k]
     if top_p < 1:
