@@ -301,8 +301,8 @@ def job_for_ours(args: argparse.Namespace, directory: Path) -> Job:
     from nanollm.models.source import resolve_model
 
     model = args.model or default_model_here()
-    dummy = load_format(model) == "dummy"
-    source = resolve_model(model, load_format=load_format(model))
+    how = load_format(model)
+    source, dummy = resolve_model(model, load_format=how), how == "dummy"
     if dummy:
         (directory / "config.json").write_text(json.dumps(source.hf_config | {"model_type": "qwen3"}))
     longest = max(2 * args.max_len, args.prompt_len + args.output_len)

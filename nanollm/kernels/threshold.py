@@ -95,9 +95,15 @@ def _key_up(x, cell):
 
 
 @triton.jit
+def _is_wider(low, high, width):
+    """Whether the keys from low to below high are more than this."""
+    return high.to(tl.int64) - low > width
+
+
+@triton.jit
 def _bisect(x, weight, target, low, high, cell):
     """The largest key at or above which the weights of x are enough, of low, low + cell, … below high; low if none."""
-    while high.to(tl.int64) - low > cell:
+    while _is_wider(low, high, cell):
         middle = low + (((high - low).to(tl.uint32, bitcast=True) >> 1).to(tl.int32) & -cell)
         enough = tl.sum(tl.where(x >= number_of(middle), weight, 0.0)) >= target
         low = tl.where(enough, middle, low)
@@ -205,8 +211,8 @@ def _search(
     HAS_RULES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """As _bisect, over the wanted tiles in memory."""
-    count = tl.where(high.to(tl.int64) - low > BIN, ROOM + 1, 0)  # of more than a bin, many
-    while high.to(tl.int64) - low > cell:
+    count = tl.where(_is_wider(low, high, BIN), ROOM + 1, 0)  # of more than a bin, many
+    while _is_wider(low, high, cell):
         if count > ROOM:
             step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
             a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
@@ -220,7 +226,7 @@ def _search(
             else:
                 high = tl.where(from_a >= target, tl.minimum(b, high), a)
                 low = tl.where(from_a >= target, a, low)
-        if high.to(tl.int64) - low > cell:
+        if _is_wider(low, high, cell):
             count, from_high = _find(
                 found, number_of(low), number_of(high), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
                 HAS_RULES, ROOM,
@@ -290,7 +296,7 @@ def _threshold_kernel(
                     if top_p < 1:
                         # Where low is the first key of a bin of one value:
                         is_first = (tl.abs(number_of(low)) > NEAREST) & (tl.abs(number_of(low)) < FARTHEST)
-                        if is_exact & is_first & (not total_is_known) & (stop.to(tl.int64) - low <= cell):
+                        if is_exact & is_first & (not total_is_known) & (not _is_wider(low, stop, cell)):
                             weight = tl.exp2((number_of(first_key(_bins())) - peak) * scale)
                             total = tl.sum(tl.where((count > 0) & (first_key(_bins()) >= low), count * weight, 0.0))
                             total_is_known = is_exact
@@ -300,7 +306,7 @@ def _threshold_kernel(
                     one, lowest = tl.where(top > float("-inf"), 1.0, 0.0), tl.where(top > float("-inf"), top, peak)
                     if tl.sum(one, 0) >= top_k:
                         low = tl.maximum(low, _bisect(top, one, top_k, key_of(tl.min(lowest, 0)), high, cell))
-                if (stop.to(tl.int64) - low > cell) | ((top_p < 1) & (end.to(tl.int64) - start > cell)):
+                if _is_wider(low, stop, cell) | ((top_p < 1) & _is_wider(start, end, cell)):
                     # Of what top_p is to cut, all matters as long as it isn't known what that weighs.
                     from_key = tl.where(total_is_known, tl.maximum(low, start), low)
                     num_wanted = _list_wanted(tiles, top, from_key, num_tiles)

@@ -154,7 +154,7 @@ def _tile_stats_kernel(
     max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, positions_S, params_RP, words_RV, slots_R3S, masks_RW,
     size, row_stride, words_stride, masks_stride, num_tiles, steps,
     HAS_RULES: tl.constexpr, PAIRS: tl.constexpr, TILES: tl.constexpr, RULED_TILES: tl.constexpr,
-    FEW_TILES: tl.constexpr, COUNTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    COUNTS: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # One program for some tiles of a row: enough loads in flight to keep the memory busy.
     steps = steps if COUNTS else 1
@@ -176,6 +176,7 @@ def _tile_stats_kernel(
     if has_rules(params_RP, row, HAS_RULES):
         position, scratch, within = tl.load(positions_S + s), scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
         words = words_RV + row * words_stride
+        FEW_TILES: tl.constexpr = min(RULED_TILES, 8)
         at = (first + tl.arange(0, RULED_TILES))[:, None] * TILE_SIZE + within
         word, raw = tl.load(words + at, mask=at < size, other=0), tl.load(logits + at, mask=at < size, other=0)
         for i in range(first, first + steps * TILES, RULED_TILES):
@@ -258,7 +259,6 @@ def _tile_stats_triton(
             PAIRS=_in_pairs(rows.logits_SV),
             TILES=tiles,
             RULED_TILES=num_warps,  # a warp a tile, whose mass is summed in one order then, however many they are
-            FEW_TILES=min(num_warps, 8),
             COUNTS=counts,
             SHARED=counts and isinstance(_tile_stats_kernel, triton.JITFunction),  # not interpreted
             num_warps=num_warps,

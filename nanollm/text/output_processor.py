@@ -39,10 +39,14 @@ class OutputProcessor:
         """Register a request before its first EngineOutput. Its params.n continuations have the ids from request_id on.
 
         stream: False asks for the finished RequestOutput only, which costs next to nothing a token.
+        Raises ValueError if an id is running already.
         """
+        ids = range(request_id, request_id + params.n)
+        if used := self._choices.keys() & ids:
+            raise ValueError(f"request_id {min(used)} is in use by a request that has not finished")
         pieces = self._pieces_for(params)
         request = _Request(external_id, prompt, prompt_token_ids, params, metrics, pieces, stream, params.n)
-        for index, choice_id in enumerate(range(request_id, request_id + params.n)):
+        for index, choice_id in enumerate(ids):
             choice = _Choice(request, index, make_detokenizer(pieces))
             request.choices.append(choice)
             self._choices[choice_id] = choice

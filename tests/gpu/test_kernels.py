@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.kernels import checks
+from tests.kernels import checks, sampling_checks
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -190,50 +190,50 @@ def test_qkv_to_cache(num_heads: int, num_kv_heads: int, head_dim: int, qk_norm:
 
 
 def test_noise_is_the_definitions() -> None:
-    checks.check_noise(device="cuda")
+    sampling_checks.check_noise(device="cuda")
 
 
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (6, 300), (6, 301), (16, 151936)])
 def test_tile_stats(num_rows: int, size: int, dtype: torch.dtype) -> None:
-    checks.check_tile_stats(num_rows, size, device="cuda", dtype=dtype)
+    sampling_checks.check_tile_stats(num_rows, size, device="cuda", dtype=dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "size", "parts"), [(1, 1, 1), (6, 301, 1), (4, 100_001, 2), (64, 151936, 0)])
 def test_counts(num_rows: int, size: int, parts: int, dtype: torch.dtype) -> None:
-    checks.check_counts(num_rows, size, parts, device="cuda", dtype=dtype)
+    sampling_checks.check_counts(num_rows, size, parts, device="cuda", dtype=dtype)
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", checks.KINDS)
+@pytest.mark.parametrize("kind", sampling_checks.KINDS)
 @pytest.mark.parametrize("size", [151936, 100_001, 1000])
 def test_filters(size: int, kind: str, dtype: torch.dtype) -> None:
-    checks.check_filters(size, kind, device="cuda", dtype=dtype)
+    sampling_checks.check_filters(size, kind, device="cuda", dtype=dtype)
 
 
 def test_filters_of_gathered_logits() -> None:
-    checks.check_filters_of_gathered_logits(151936, device="cuda")
+    sampling_checks.check_filters_of_gathered_logits(151936, device="cuda")
 
 
 @DTYPES
 def test_filters_after_rules(dtype: torch.dtype) -> None:
-    checks.check_filters_after_rules(151936, device="cuda", dtype=dtype)
+    sampling_checks.check_filters_after_rules(151936, device="cuda", dtype=dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize(("num_rows", "size", "first_id"), [(2, 1, 0), (7, 300, 0), (16, 151936, 0), (5, 50000, 1280)])
 def test_draw(num_rows: int, size: int, first_id: int, filtered: bool, dtype: torch.dtype) -> None:
-    checks.check_draw(num_rows, size, first_id=first_id, filtered=filtered, device="cuda", dtype=dtype)
+    sampling_checks.check_draw(num_rows, size, first_id=first_id, filtered=filtered, device="cuda", dtype=dtype)
 
 
 def test_advance_rows() -> None:
-    checks.check_advance_rows(device="cuda")
+    sampling_checks.check_advance_rows(device="cuda")
 
 
 def test_ties() -> None:
-    checks.check_ties(device="cuda")
+    sampling_checks.check_ties(device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from nanollm.kernels.threshold import threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
 from nanollm.sampling_params import HAS_MASK, HAS_RULES
-from tests.kernels.checks import FILTERED, FILTERS, KINDS, adversarial_logits, make_state
+from tests.kernels.sampling_checks import FILTERED, FILTERS, KINDS, adversarial_logits, make_state
 
 
 def sample_rows(logits: torch.Tensor, state: SamplerState, positions: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from nanollm.distributed.partition import vocab_shard_size
 from nanollm.distributed.tp_group import TPGroup
 from nanollm.kernels.token_rules import SamplerState
 from nanollm.layers.sampler import Filters, Sampler
-from tests.kernels.checks import make_rules, make_state
+from tests.kernels.sampling_checks import make_rules, make_state
 from tests.kernels.test_filters_and_draws import COMBINATIONS, chi_squared_passes, probabilities_of
 
 SIZE = 1000  # 3 ranks have 384, 384 and 232 of these tokens

@@ -256,6 +256,16 @@ def test_continuations_that_one_step_extends_are_shown_together(qwen3):
     assert [c.finish_reason for c in output.outputs] == ["stop"] * 3
 
 
+def test_request_id_in_use_is_refused_until_it_finishes(qwen3):
+    processor = OutputProcessor(qwen3)
+    processor.add(1, "1", None, [0], SamplingParams())
+    with pytest.raises(ValueError, match="request_id 1 is in use"):
+        processor.add(1, "1", None, [0], SamplingParams())
+    processor.process([EngineOutput(1, [64], "length")])
+    processor.add(1, "1", None, [0], SamplingParams())
+    assert texts(processor.process([EngineOutput(1, [65])])[0]) == ["b"]
+
+
 # Surplus tokens and aborts
 
 
