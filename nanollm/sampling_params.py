@@ -29,8 +29,8 @@ GREEDY_BELOW = 1e-5  # a temperature under which dividing by it would overflow, 
     RULES,  # the sum of what applies of HAS_RULES, HAS_BAD_WORDS, HAS_MASK and ONLY_BANS
 ) = range(11)
 NUM_PARAMS = 11
-# Single logits are changed; bad words of several tokens are looked for; each token needs a mask from the host; tokens
-# that aren't banned keep the logits that they have.
+# Single tokens have a bias, a ban or a penalty; bad words of several tokens are looked for; each token needs a mask of
+# the host; tokens that aren't banned keep the logits that they have.
 HAS_RULES, HAS_BAD_WORDS, HAS_MASK, ONLY_BANS = 1, 2, 4, 8
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
 NUM_SLOTS, BANNED_SLOT, FIRST_SLOT = 1024, 1, 2  # and 0 is none

@@ -47,10 +47,14 @@ def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
 
 
 def has_rules(seq: Sequence) -> bool:
-    """Whether some token is special in this sequence."""
+    """Whether some token is special in this sequence, or a mask may say so."""
+    return seq.params.structured_outputs is not None or _singles_out(seq)
+
+
+def _singles_out(seq: Sequence) -> bool:
     params = seq.params
-    rules = params.logit_bias or params.allowed_token_ids or seq.bad_words or params.structured_outputs
-    return bool(rules or _penalizes(params) or (params.min_tokens and seq.ends))
+    rules = params.logit_bias or params.allowed_token_ids or seq.bad_words or (params.min_tokens and seq.ends)
+    return bool(rules or _penalizes(params))
 
 
 def _penalizes(params: SamplingParams) -> bool:
@@ -58,8 +62,8 @@ def _penalizes(params: SamplingParams) -> bool:
 
 
 def row_rules(seq: Sequence) -> RowRules | None:
-    """None if no token is special in this sequence."""
-    if not has_rules(seq):
+    """None if no token is special in this sequence, whatever its mask says."""
+    if not _singles_out(seq):
         return None
     params = seq.params
     slots = {token_id: (bias, 0) for token_id, bias in params.logit_bias.items()}

@@ -31,7 +31,7 @@ from nanollm.kernels.noise import (
 )
 from nanollm.kernels.threshold import STATE_SIZE, Limits, cell_bits, settled
 from nanollm.kernels.tile_stats import LARGEST, LOG2_E, TILE, TILE_SIZE, clamped, in_tiles
-from nanollm.kernels.token_rules import RowLogits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.token_rules import RowLogits, float_param, int_param, load_logits, source_of
 from nanollm.sampling_params import CHOICE, SEED_HIGH, SEED_LOW, TEMPERATURE
 
 _TEMPERATURE, _SEED_LOW, _SEED_HIGH, _CHOICE = (
@@ -101,7 +101,7 @@ def _unkeyed(key):
 @triton.jit(do_not_specialize_on_alignment=["threshold_S", "rows_S", "positions_S"])
 def _draw_kernel(
     value_S, id_S, threshold_S, state_SW, found_SN, max_SN, mass_SN, scratch_SV, logits_SV, rows_S, positions_S,
-    params_RP, size, row_stride, num_tiles, first_id,
+    params_RP, masks_RW, size, row_stride, masks_stride, num_tiles, first_id,
     LIMITED: tl.constexpr, SETTLES: tl.constexpr, HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr,
     CELL_BITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -109,9 +109,8 @@ def _draw_kernel(
     row, position = tl.load(rows_S + s), tl.load(positions_S + s)
     temperature = float_param(params_RP, row, _TEMPERATURE)
     seed_low, seed_high = int_param(params_RP, row, _SEED_LOW), int_param(params_RP, row, _SEED_HIGH)
-    choice, ruled = int_param(params_RP, row, _CHOICE), has_rules(params_RP, row, HAS_RULES)
-    logits, scratch = logits_SV + s * row_stride, scratch_SV + s * size
-    t = tl.arange(0, ALL_TILES)
+    choice, t = int_param(params_RP, row, _CHOICE), tl.arange(0, ALL_TILES)
+    source = source_of(s, row, size, logits_SV, row_stride, scratch_SV, masks_RW, masks_stride, params_RP, HAS_RULES)
     noise = tl.zeros((ALL_TILES,), tl.float32)
     if temperature > 0:
         word = noise_word(seed_low, seed_high, choice, position, first_id // TILE_SIZE + t, TILE_STREAM)
@@ -128,7 +127,7 @@ def _draw_kernel(
     if SETTLES:
         threshold = settled(
             threshold, (found_SN + s * ALL_TILES).to(tl.pointer_type(tl.int32), bitcast=True),
-            state_SW + s * STATE_SIZE, top, logits, scratch, params_RP, row, size, num_tiles, HAS_RULES, CELL_BITS,
+            state_SW + s * STATE_SIZE, top, source, params_RP, row, num_tiles, CELL_BITS,
         )  # fmt: skip
         tl.store(threshold_S + s, threshold)
     value, possible = top.to(tl.float64), (top >= threshold) & (mass > 0)
@@ -150,8 +149,7 @@ def _draw_kernel(
             number = first + tl.arange(0, GROUP)
             tile_and_noise = tl.load(found + number, mask=number < count, other=0)
             candidate = (tile_and_noise >> 32).to(tl.int32)
-            column = candidate[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-            x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+            x = load_logits(source, candidate[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :])
             largest = tl.max(x, 1)
             kept = tl.where(x >= threshold, tl.exp2((x - clamped(largest)[:, None]) * (LOG2_E / temperature)), 0.0)
             its_noise = tile_and_noise.to(tl.int32).to(tl.float32, bitcast=True)
@@ -161,7 +159,7 @@ def _draw_kernel(
         key = tl.max(_keyed(value, t), 0)
     value, tile = _unkeyed(key)
     column = tile * TILE_SIZE + tl.arange(0, TILE_SIZE)
-    x = load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+    x = load_logits(source, column)
     top = tl.load(max_SN + s * num_tiles + tile)
     if temperature > 0:
         word = noise_word(seed_low, seed_high, choice, position, first_id + column, TOKEN_STREAM)
@@ -196,8 +194,10 @@ def _draw_triton(
             rows.rows_S,
             rows.positions_S,
             rows.state.params_RP,
+            rows.state.masks_RW,
             size,
             rows.logits_SV.stride(0),
+            rows.state.masks_RW.stride(0),
             num_tiles,
             rows.first_id,
             LIMITED=limited,

@@ -25,14 +25,14 @@ from torch import Tensor
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.histogram import BIN, FARTHEST, NEAREST, NUM_BINS, first_key, key_of, number_of
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import RowLogits, changes_logits, float_param, has_rules, int_param, load_logits
+from nanollm.kernels.token_rules import RowLogits, changes_logits, float_param, int_param, load_logits, source_of
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
 _SLACK = tl.constexpr(SLACK)
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(column) for column in (TEMPERATURE, TOP_K, TOP_P, MIN_P))
 FEW = 64  # tiles that fit the registers of a program
-_FEW, _GROUP = tl.constexpr(FEW), tl.constexpr(16)
+_FEW, _GROUP, _BEYOND = tl.constexpr(FEW), tl.constexpr(16), tl.constexpr(1 << 23)  # a tile that isn't there
 # What is known of a row that the draw must settle, int32 words: whether it is one (1, or 2 if the total is known), the
 # least key of the tiles that matter, the keys [LOW, STOP) of the k-th largest and [FROM, TO) of top_p's answer, and the
 # bits of the largest logit and of the total mass.
@@ -152,12 +152,11 @@ def _by_bins(count, is_exact, peak, scale, target, low, high, cell):
 
 
 @triton.jit
-def _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES: tl.constexpr):
+def _load_few(tiles, first, num_wanted, source):
     """The logits of FEW of the wanted tiles, [FEW, 128]; -inf for tiles that aren't there."""
     i = first + tl.arange(0, _FEW)
-    tile = tl.load(tiles + i, mask=i < num_wanted, other=tl.cdiv(size, TILE_SIZE)).to(tl.int32)
-    column = tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
-    return load_logits(logits, scratch, column, column < size, ruled, HAS_RULES)
+    tile = tl.load(tiles + i, mask=i < num_wanted, other=_BEYOND).to(tl.int32)
+    return load_logits(source, tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :])
 
 
 @triton.jit
@@ -167,12 +166,12 @@ def _sum_fours(x):
 
 
 @triton.jit
-def _sums_from(a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr):
+def _sums_from(a, b, c, tiles, num_wanted, source, peak, scale):
     """What all logits of the wanted tiles weigh that are at least a, b and c, which ascend."""
     from_a = tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     from_b, from_c = from_a, from_a
     for first in range(0, num_wanted, _FEW):
-        x = _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES)
+        x = _load_few(tiles, first, num_wanted, source)
         weight = tl.where(x >= a, tl.exp2((x - peak) * scale), 0.0)
         from_a += _sum_fours(weight)
         from_b += _sum_fours(tl.where(x >= b, weight, 0.0))
@@ -181,16 +180,13 @@ def _sums_from(a, b, c, tiles, num_wanted, logits, scratch, size, peak, scale, r
 
 
 @triton.jit
-def _find(
-    found, a, b, tiles, num_wanted, logits, scratch, size, peak, scale, ruled, HAS_RULES: tl.constexpr,
-    ROOM: tl.constexpr,
-):  # fmt: skip
+def _find(found, a, b, tiles, num_wanted, source, peak, scale, ROOM: tl.constexpr):
     """Leaves the logits of the wanted tiles from a to below b in found, if they are no more than ROOM. Returns how many
     they are, and what all that are at least b weigh."""
     count, from_b = tl.full((), 0, tl.int32), tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     tl.debug_barrier()
     for first in range(0, num_wanted, _FEW):
-        x = _load_few(tiles, first, num_wanted, logits, scratch, size, ruled, HAS_RULES)
+        x = _load_few(tiles, first, num_wanted, source)
         from_b += _sum_fours(tl.where(x >= b, tl.exp2((x - peak) * scale), 0.0))
         inside = ((x >= a) & (x < b)).to(tl.int32)
         in_tile = tl.sum(inside, 1)  # places are in the order of the tokens, so that sums are the same every time
@@ -206,10 +202,7 @@ def _find(
 
 
 @triton.jit
-def _search(
-    low, high, cell, target, found, tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-    HAS_RULES: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
+def _search(low, high, cell, target, found, tiles, num_wanted, source, peak, scale, ROOM: tl.constexpr):
     """As _bisect, over the wanted tiles in memory."""
     count = tl.where(_is_wider(low, high, BIN), ROOM + 1, 0)  # of more than a bin, many
     while _is_wider(low, high, cell):
@@ -217,9 +210,8 @@ def _search(
             step = tl.maximum(((high.to(tl.int64) - low) >> 2).to(tl.int32) & -cell, cell)
             a, b, c = low + step, low + 2 * step, low + 3 * step  # the last may be beyond high: there is not enough
             from_a, from_b, from_c = _sums_from(
-                number_of(a), number_of(b), number_of(c), tiles, num_wanted, logits, scratch, size, peak, scale,
-                ruled, HAS_RULES,
-            )  # fmt: skip
+                number_of(a), number_of(b), number_of(c), tiles, num_wanted, source, peak, scale
+            )
             if from_b >= target:
                 low = tl.where(from_c >= target, c, b)
                 high = tl.where(from_c >= target, high, tl.minimum(c, high))
@@ -228,9 +220,8 @@ def _search(
                 low = tl.where(from_a >= target, a, low)
         if _is_wider(low, high, cell):
             count, from_high = _find(
-                found, number_of(low), number_of(high), tiles, num_wanted, logits, scratch, size, peak, scale, ruled,
-                HAS_RULES, ROOM,
-            )  # fmt: skip
+                found, number_of(low), number_of(high), tiles, num_wanted, source, peak, scale, ROOM
+            )
             if count <= ROOM:
                 i = tl.arange(0, ROOM)
                 x = tl.load(found + i, mask=i < count, other=float("-inf"))
@@ -252,8 +243,8 @@ def _list_wanted(tiles, top, low, num_tiles):
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["threshold_S", "rows_S"])
 def _threshold_kernel(
-    threshold_S, state_SW, tiles_SN, max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, params_RP, size,
-    row_stride, num_tiles, num_parts,
+    threshold_S, state_SW, tiles_SN, max_SN, mass_SN, counts_SPB, scratch_SV, logits_SV, rows_S, params_RP,
+    masks_RW, size, row_stride, masks_stride, num_tiles, num_parts,
     HAS_RULES: tl.constexpr, ALL_TILES: tl.constexpr, CELL_BITS: tl.constexpr, COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -261,9 +252,8 @@ def _threshold_kernel(
     row = tl.load(rows_S + s)
     temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
     top_p, min_p = float_param(params_RP, row, _TOP_P), float_param(params_RP, row, _MIN_P)
-    ruled = has_rules(params_RP, row, HAS_RULES)
-    logits, scratch, tiles = logits_SV + s * row_stride, scratch_SV + s * size, tiles_SN + s * ALL_TILES
-    state = state_SW + s * STATE_SIZE
+    source = source_of(s, row, size, logits_SV, row_stride, scratch_SV, masks_RW, masks_stride, params_RP, HAS_RULES)
+    tiles, state = tiles_SN + s * ALL_TILES, state_SW + s * STATE_SIZE
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -311,7 +301,7 @@ def _threshold_kernel(
                     from_key = tl.where(total_is_known, tl.maximum(low, start), low)
                     num_wanted = _list_wanted(tiles, top, from_key, num_tiles)
                     if num_wanted <= _FEW:
-                        x = _load_few(tiles, 0, num_wanted, logits, scratch, size, ruled, HAS_RULES)
+                        x = _load_few(tiles, 0, num_wanted, source)
                         low = _bisect(x, tl.where(x > float("-inf"), 1.0, 0.0), top_k, low, stop, cell)
                         if top_p < 1:
                             weight = tl.where(x >= number_of(low), tl.exp2((x - peak) * scale), 0.0)
@@ -332,35 +322,29 @@ def _threshold_kernel(
 
 
 @triton.jit
-def settled(
-    threshold, tiles, state, top, logits, scratch, params_RP, row, size, num_tiles,
-    HAS_RULES: tl.constexpr, CELL_BITS: tl.constexpr,
-):  # fmt: skip
+def settled(threshold, tiles, state, top, source, params_RP, row, num_tiles, CELL_BITS: tl.constexpr):
     """A row's threshold, after more passes over its logits if it was left open. Pointers are to what the row has; tiles
     to room for two int32 for each element of top."""
     open = tl.load(state + _OPEN)
     if open > 0:
         found = (tiles + top.shape[0]).to(tl.pointer_type(tl.float32), bitcast=True)
         temperature, top_k = float_param(params_RP, row, _TEMPERATURE), int_param(params_RP, row, _TOP_K)
-        top_p, ruled = float_param(params_RP, row, _TOP_P), has_rules(params_RP, row, HAS_RULES)
-        scale, cell = LOG2_E / temperature, tl.where(changes_logits(params_RP, row), 1, 1 << CELL_BITS)
+        top_p, cell = float_param(params_RP, row, _TOP_P), tl.where(changes_logits(params_RP, row), 1, 1 << CELL_BITS)
         peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
         num_wanted = _list_wanted(tiles, top, tl.load(state + _WANTED), num_tiles)
         low = _search(
-            tl.load(state + _LOW), tl.load(state + _STOP), cell, top_k.to(tl.float32), found, tiles, num_wanted,
-            logits, scratch, size, peak, 0.0, ruled, HAS_RULES, top.shape[0],
+            tl.load(state + _LOW), tl.load(state + _STOP), cell, top_k.to(tl.float32), found, tiles, num_wanted, source,
+            peak, 0.0, top.shape[0],
         )  # fmt: skip
         if top_p < 1:
+            scale = LOG2_E / temperature
             if open == 1:
-                total, _, _ = _sums_from(
-                    number_of(low), float("inf"), float("inf"), tiles, num_wanted, logits, scratch, size, peak, scale,
-                    ruled, HAS_RULES,
-                )  # fmt: skip
+                all = number_of(low)
+                total, _, _ = _sums_from(all, float("inf"), float("inf"), tiles, num_wanted, source, peak, scale)
+            low, target = tl.maximum(low, tl.load(state + _FROM)), total * tl.maximum(top_p - _SLACK, _SLACK / 10)
             low = _search(
-                tl.maximum(low, tl.load(state + _FROM)), tl.load(state + _TO), cell,
-                total * tl.maximum(top_p - _SLACK, _SLACK / 10), found, tiles, num_wanted, logits, scratch, size,
-                peak, scale, ruled, HAS_RULES, top.shape[0],
+                low, tl.load(state + _TO), cell, target, found, tiles, num_wanted, source, peak, scale, top.shape[0]
             )  # fmt: skip
         threshold = peak + temperature * tl.log(float_param(params_RP, row, _MIN_P))  # not what an earlier draw left
         threshold = tl.maximum(threshold, number_of(low))
@@ -386,8 +370,10 @@ def _threshold_triton(rows: RowLogits, max_SN: Tensor, mass_SN: Tensor, num_warp
             rows.logits_SV,
             rows.rows_S,
             rows.state.params_RP,
+            rows.state.masks_RW,
             size,
             rows.logits_SV.stride(0),
+            rows.state.masks_RW.stride(0),
             num_tiles,
             0 if counts is None else counts.shape[1],
             HAS_RULES=rows.has_rules,

@@ -117,6 +117,17 @@ def _store_stats_of_pairs(max_SN, mass_SN, at, mask, pair, temperature, bins, CO
 
 
 @triton.jit
+def _masked_pairs(pair, tile, size, masks):
+    """Pairs of -inf for tokens that the row's mask doesn't allow."""
+    word = tile[:, None] * 4 + tl.arange(0, 4)[None, :]  # of a quarter of a tile
+    bits = tl.load(masks + word, mask=word * 32 < size, other=0)[:, :, None] >> (
+        tl.arange(0, TILE_SIZE // 8)[None, None, :] * 2
+    )
+    allowed = (-(bits & 1) & 0xFFFF) | (-((bits >> 1) & 1) << 16)
+    return (pair & allowed) | (_NO_PAIR & ~allowed)
+
+
+@triton.jit
 def _load_tiles(logits, tile, size, PAIRS: tl.constexpr):
     """Of neighbouring tiles."""
     if PAIRS:
@@ -131,18 +142,22 @@ def _load_tiles(logits, tile, size, PAIRS: tl.constexpr):
 
 @triton.jit
 def _pass_over(
-    max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
+    max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, is_masked, masks, counts, bins,
     TILES: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A row without rules. loaded: its first tiles."""
+    """A row without rules, but maybe a mask. loaded: its first tiles."""
     tile = first + tl.arange(0, TILES)
     for step in range(steps):
         following = _load_tiles(logits, tile + TILES, tl.where(step < steps - 1, size, 0), PAIRS)
         at, mask = s * num_tiles + tile, tile < num_tiles
         if PAIRS:
+            if is_masked:
+                loaded = _masked_pairs(loaded, tile, size, masks)
             _store_stats_of_pairs(max_SN, mass_SN, at, mask, loaded, temperature, bins, COUNTED)
         else:
             x = as_logits(loaded)
+            if is_masked:
+                x = masked(x, tile, size, masks)
             _store_stats(max_SN, mass_SN, at, mask, x, temperature)
             if COUNTED:
                 histogram.add(counts, bins, x, SHARED)
@@ -173,6 +188,7 @@ def _tile_stats_kernel(
     if COUNTS:
         counted = (int_param(params_RP, row, _TOP_K) > 0) | (float_param(params_RP, row, _TOP_P) < 1)
         counted &= temperature > 0
+    is_masked, masks = has_mask(params_RP, row, HAS_RULES), masks_RW + row * masks_stride
     if has_rules(params_RP, row, HAS_RULES):
         position, scratch, within = tl.load(positions_S + s), scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
         words = words_RV + row * words_stride
@@ -185,8 +201,8 @@ def _tile_stats_kernel(
             following, more = at + RULED_TILES * TILE_SIZE, at + RULED_TILES * TILE_SIZE < size
             raw = tl.load(logits + following, mask=more, other=0)
             if rules < 2:
-                if has_mask(params_RP, row):
-                    x = masked(x, some, size, row, masks_RW, masks_stride)
+                if is_masked:
+                    x = masked(x, some, size, masks)
                 if rules == 1:
                     x = penalized(x, word, row, params_RP)
                 tl.store(scratch + at, x, mask=here)
@@ -196,10 +212,9 @@ def _tile_stats_kernel(
                     few = j + tl.arange(0, FEW_TILES)
                     one = few[:, None] * TILE_SIZE + within
                     y = as_logits(tl.load(logits + one, mask=one < size, other=float("-inf")))
-                    y = apply_rules(
-                        y, few, size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW,
-                        masks_stride,
-                    )  # fmt: skip
+                    y = apply_rules(y, one, size, row, position, params_RP, words, slots_R3S)
+                    if is_masked:
+                        y = masked(y, few, size, masks)
                     tl.store(scratch + one, y, mask=one < size)
                 tl.debug_barrier()
                 x = tl.load(scratch + at, mask=here, other=float("-inf"))
@@ -209,13 +224,13 @@ def _tile_stats_kernel(
                 histogram.add(counts, bins, x, SHARED)
     elif COUNTS and counted:
         _pass_over(
-            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
-            TILES, PAIRS, True, SHARED,
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, is_masked, masks, counts,
+            bins, TILES, PAIRS, True, SHARED,
         )  # fmt: skip
     else:
         _pass_over(
-            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, counts, bins,
-            TILES, PAIRS, False, SHARED,
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, is_masked, masks, counts,
+            bins, TILES, PAIRS, False, SHARED,
         )  # fmt: skip
     if counted:
         histogram.finish(counts, bins, SHARED)

@@ -21,6 +21,7 @@ from nanollm.sampling_params import (
     BANNED_SLOT,
     FREQUENCY,
     HAS_MASK,
+    HAS_RULES,
     MAX_BAD_WORDS,
     NUM_PARAMS,
     NUM_SLOTS,
@@ -40,7 +41,7 @@ _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
 )
 _SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
 _NUM_SLOTS, _BANNED_SLOT = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT)
-_HAS_MASK, _ONLY_BANS = tl.constexpr(HAS_MASK), tl.constexpr(ONLY_BANS)
+_HAS_RULES, _HAS_MASK, _ONLY_BANS = (tl.constexpr(flag) for flag in (HAS_RULES, HAS_MASK, ONLY_BANS))
 PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
 
 
@@ -116,9 +117,19 @@ class RowLogits:
             return self
         x_SV = self.logits_SV.float()
         x_SV = x_SV.where(x_SV == x_SV, float("-inf"))
-        for s in self.ints(RULES).nonzero()[:, 0].tolist():
+        for s in (self.ints(RULES) & HAS_RULES).nonzero()[:, 0].tolist():
             x_SV[s] = self._apply_rules(x_SV[s], s)
+        if (self.ints(RULES) & HAS_MASK).any():
+            x_SV = x_SV.where(self.allowed(), float("-inf"))
         return replace(self, logits_SV=x_SV, has_rules=False)
+
+    def allowed(self) -> Tensor:
+        """Bool [S, V]: what the rows' masks allow; without one, all. CUDA graphs record it."""
+        masks_RW = self.state.masks_RW
+        byte_SB = masks_RW[self.rows_S.clamp(max=len(masks_RW) - 1)].view(torch.uint8)
+        bit_8 = 1 << torch.arange(8, dtype=torch.uint8, device=byte_SB.device)
+        allowed_SV = (byte_SB[..., None] & bit_8).flatten(1)[:, : self.logits_SV.shape[1]] != 0
+        return allowed_SV | (self.ints(RULES) & HAS_MASK == 0)[:, None]
 
     def _apply_rules(self, x_V: Tensor, s: int) -> Tensor:
         row, position = self.rows_S[s], self.positions_S[s]
@@ -126,9 +137,6 @@ class RowLogits:
         count_V, in_prompt_V, slot_V = word_V & COUNT_MASK, word_V < 0, (word_V >> SLOT_SHIFT & SLOT_MASK).long()
         bias_V, until_V, banned_at_V = self.state.slots_R3S[row][:, slot_V]
         banned_V = (slot_V == BANNED_SLOT) | (position < until_V) | ((position == banned_at_V) & (slot_V > 0))
-        if self.ints(RULES)[s] & HAS_MASK:
-            token_V = torch.arange(len(x_V), device=x_V.device)
-            banned_V |= (self.state.masks_RW[row, token_V // 32] >> token_V % 32 & 1) == 0
         x_V = torch.where(banned_V, float("-inf"), x_V + bias_V.view(torch.float32))
         penalty = self.floats(REPETITION)[s]
         x_V = torch.where(in_prompt_V | (count_V > 0), torch.where(x_V > 0, x_V / penalty, x_V * penalty), x_V)
@@ -146,20 +154,20 @@ def float_param(params_RP, row, column: tl.constexpr):
 
 
 @triton.jit
-def has_rules(params_RP, row, HAS_RULES: tl.constexpr):
-    return (int_param(params_RP, row, _RULES) != 0) & HAS_RULES
+def has_rules(params_RP, row, HAS_RULES: tl.constexpr = True):
+    """Whether words say what is special about the row's tokens."""
+    return HAS_RULES & ((int_param(params_RP, row, _RULES) & _HAS_RULES) != 0)
 
 
 @triton.jit
-def has_mask(params_RP, row):
-    return (int_param(params_RP, row, _RULES) & _HAS_MASK) != 0
+def has_mask(params_RP, row, HAS_RULES: tl.constexpr = True):
+    return HAS_RULES & ((int_param(params_RP, row, _RULES) & _HAS_MASK) != 0)
 
 
 @triton.jit
 def changes_logits(params_RP, row):
     """Whether a row has rules that do more than ban tokens."""
-    rules = int_param(params_RP, row, _RULES)
-    return (rules != 0) & ((rules & _ONLY_BANS) == 0)
+    return has_rules(params_RP, row) & ((int_param(params_RP, row, _RULES) & _ONLY_BANS) == 0)
 
 
 @triton.jit
@@ -171,12 +179,27 @@ def as_logits(x):
 
 
 @triton.jit
-def load_logits(logits, scratch, column, mask, ruled, HAS_RULES: tl.constexpr):
-    """Logits of a row with its rules applied; they are in the scratch if it has any."""
-    if HAS_RULES and ruled:
-        x = tl.load(scratch + column, mask=mask, other=float("-inf"))
+def source_of(
+    s, row, size, logits_SV, row_stride, scratch_SV, masks_RW, masks_stride, params_RP, HAS_RULES: tl.constexpr
+):  # fmt: skip
+    """Where load_logits finds what it needs of a row."""
+    ruled, is_masked = has_rules(params_RP, row, HAS_RULES), has_mask(params_RP, row, HAS_RULES)
+    return logits_SV + s * row_stride, scratch_SV + s * size, masks_RW + row * masks_stride, ruled, is_masked, size
+
+
+@triton.jit
+def load_logits(source, column):
+    """Logits of a row with its rules applied, -inf beyond the vocabulary: of the words' tile_stats has left the outcome
+    in the scratch."""
+    logits, scratch, masks, ruled, is_masked, size = source
+    mask = column < size
+    if ruled:
+        x = tl.load(scratch + column, mask=mask, other=float("-inf")).to(tl.float32)  # in name only: it is float32
     else:
         x = as_logits(tl.load(logits + column, mask=mask, other=float("-inf")))
+    if is_masked:
+        bits = tl.load(masks + column // 32, mask=mask, other=0)
+        x = tl.where(((bits >> (column % 32)) & 1) != 0, x, float("-inf"))
     return x
 
 
@@ -188,10 +211,10 @@ def rules_of(word):
 
 
 @triton.jit
-def masked(x, tile, size, row, masks_RW, masks_stride):
+def masked(x, tile, size, masks):
     """Logits of tiles [tiles, columns], -inf for tokens that the row's mask doesn't allow."""
     word = tile[:, None] * (x.shape[1] // 32) + tl.arange(0, x.shape[1] // 32)[None, :]
-    bits = tl.load(masks_RW + row * masks_stride + word, mask=word * 32 < size, other=0)
+    bits = tl.load(masks + word, mask=word * 32 < size, other=0)
     allowed = ((bits[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1) != 0
     return tl.where(allowed.reshape(x.shape[0], x.shape[1]), x, float("-inf"))
 
@@ -206,10 +229,9 @@ def penalized(x, word, row, params_RP):
 
 
 @triton.jit
-def apply_rules(x, tile, size, row, position, params_RP, words_RV, words_stride, slots_R3S, masks_RW, masks_stride):
-    """RowLogits.processed on the device: x are raw logits of the row, of tiles [tiles, columns]."""
-    column = tile[:, None] * x.shape[1] + tl.arange(0, x.shape[1])[None, :]
-    word = tl.load(words_RV + row * words_stride + column, mask=column < size, other=0)
+def apply_rules(x, column, size, row, position, params_RP, words, slots_R3S):
+    """RowLogits.processed on the device, but for the mask: x are raw logits of the row, words its own."""
+    word = tl.load(words + column, mask=column < size, other=0)
     slot = (word >> _SLOT_SHIFT) & _SLOT_MASK
     slots = slots_R3S + row * (3 * _NUM_SLOTS) + slot
     has_slot = slot > 0
@@ -217,7 +239,4 @@ def apply_rules(x, tile, size, row, position, params_RP, words_RV, words_stride,
     until = tl.load(slots + _NUM_SLOTS, mask=has_slot, other=0)
     banned_at = tl.load(slots + 2 * _NUM_SLOTS, mask=has_slot, other=-1)
     banned = (slot == _BANNED_SLOT) | (position < until) | (position == banned_at)
-    x = tl.where(banned, float("-inf"), x)
-    if has_mask(params_RP, row):
-        x = masked(x, tile, size, row, masks_RW, masks_stride)
-    return penalized(x, word, row, params_RP)
+    return penalized(tl.where(banned, float("-inf"), x), word, row, params_RP)

@@ -18,7 +18,7 @@ from nanollm.kernels.draw import draw
 from nanollm.kernels.threshold import Limits, cut, threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
-from nanollm.sampling_params import RULES, TEMPERATURE
+from nanollm.sampling_params import HAS_RULES, RULES, TEMPERATURE
 
 CANDIDATES = 64  # most logits of a row that each rank sends when its filters can be settled with the largest
 
@@ -144,7 +144,8 @@ def _processed(rows: RowLogits) -> Tensor:
         return rows.logits_SV
     assert rows.scratch_SV is not None
     x_SV = rows.logits_SV.float()
-    return torch.where(rows.ints(RULES)[:, None] != 0, rows.scratch_SV, x_SV.where(x_SV == x_SV, float("-inf")))
+    x_SV = x_SV.where((x_SV == x_SV) & rows.allowed(), float("-inf"))
+    return torch.where(rows.ints(RULES)[:, None] & HAS_RULES != 0, rows.scratch_SV, x_SV)
 
 
 def _drawn_from(rows: RowLogits, limits: Limits | None) -> Tensor:

@@ -72,7 +72,7 @@ def make_state(num_rows: int, size: int, device: str = "cpu", **columns: list[fl
 
 
 def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
-    """Random penalties, biases and bans for every second row, of some only the bans."""
+    """Random penalties, biases and bans for every second row, of some only the bans; of half the others, masks."""
     words = torch.zeros_like(state.words_RV)
     words += torch.randint(0, 4, words.shape).to(words) * (torch.rand(words.shape) < 0.1).to(words)
     slots = torch.randint(0, NUM_SLOTS, words.shape) * (torch.rand(words.shape) < 0.3)
@@ -90,6 +90,7 @@ def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
             state.params_RP[row, RULES] |= ONLY_BANS
             state.slots_R3S[row, 0], values = 0, torch.tensor([1.0, 0.0, 0.0])
         state.params_RP[row, [REPETITION, FREQUENCY, PRESENCE]] = values.view(torch.int32).to(words)
+    state.params_RP[1:num_rows:4, RULES] = HAS_MASK
 
 
 def check_tile_stats(num_rows: int, size: int, *, device: str, dtype: torch.dtype) -> None:
