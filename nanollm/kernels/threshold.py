@@ -25,7 +25,15 @@ from torch import Tensor
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, power_of_2, runs_triton, tl, triton
 from nanollm.kernels.histogram import BIN, FARTHEST, NEAREST, NUM_BINS, first_key, key_of, number_of
 from nanollm.kernels.tile_stats import LOG2_E, TILE, TILE_SIZE
-from nanollm.kernels.token_rules import RowLogits, changes_logits, float_param, int_param, load_logits, source_of
+from nanollm.kernels.token_rules import (
+    RowLogits,
+    changes_logits,
+    float_param,
+    int_param,
+    load_logits,
+    load_unmasked,
+    source_of,
+)
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 SLACK = 1e-6  # masses this close to top_p count as equal to it
@@ -152,11 +160,11 @@ def _by_bins(count, is_exact, peak, scale, target, low, high, cell):
 
 
 @triton.jit
-def _load_few(tiles, first, num_wanted, source):
-    """The logits of FEW of the wanted tiles, [FEW, 128]; -inf for tiles that aren't there."""
+def _few(tiles, first, num_wanted):
+    """The columns of FEW of the wanted tiles, [FEW, 128]; beyond the vocabulary for tiles that aren't there."""
     i = first + tl.arange(0, _FEW)
     tile = tl.load(tiles + i, mask=i < num_wanted, other=_BEYOND).to(tl.int32)
-    return load_logits(source, tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :])
+    return tile[:, None] * TILE_SIZE + tl.arange(0, TILE_SIZE)[None, :]
 
 
 @triton.jit
@@ -171,7 +179,7 @@ def _sums_from(a, b, c, tiles, num_wanted, source, peak, scale):
     from_a = tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     from_b, from_c = from_a, from_a
     for first in range(0, num_wanted, _FEW):
-        x = _load_few(tiles, first, num_wanted, source)
+        x = load_unmasked(source, _few(tiles, first, num_wanted))
         weight = tl.where(x >= a, tl.exp2((x - peak) * scale), 0.0)
         from_a += _sum_fours(weight)
         from_b += _sum_fours(tl.where(x >= b, weight, 0.0))
@@ -186,7 +194,7 @@ def _find(found, a, b, tiles, num_wanted, source, peak, scale, ROOM: tl.constexp
     count, from_b = tl.full((), 0, tl.int32), tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     tl.debug_barrier()
     for first in range(0, num_wanted, _FEW):
-        x = _load_few(tiles, first, num_wanted, source)
+        x = load_unmasked(source, _few(tiles, first, num_wanted))
         from_b += _sum_fours(tl.where(x >= b, tl.exp2((x - peak) * scale), 0.0))
         inside = ((x >= a) & (x < b)).to(tl.int32)
         in_tile = tl.sum(inside, 1)  # places are in the order of the tokens, so that sums are the same every time
@@ -301,7 +309,7 @@ def _threshold_kernel(
                     from_key = tl.where(total_is_known, tl.maximum(low, start), low)
                     num_wanted = _list_wanted(tiles, top, from_key, num_tiles)
                     if num_wanted <= _FEW:
-                        x = _load_few(tiles, 0, num_wanted, source)
+                        x = load_logits(source, _few(tiles, 0, num_wanted))
                         low = _bisect(x, tl.where(x > float("-inf"), 1.0, 0.0), top_k, low, stop, cell)
                         if top_p < 1:
                             weight = tl.where(x >= number_of(low), tl.exp2((x - peak) * scale), 0.0)
@@ -333,6 +341,13 @@ def settled(threshold, tiles, state, top, source, params_RP, row, num_tiles, CEL
         peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
         num_wanted = _list_wanted(tiles, top, tl.load(state + _WANTED), num_tiles)
+        logits, scratch, masks, ruled, is_masked, size = source
+        if is_masked:  # once, and then it is as if words had said so
+            for first in range(0, num_wanted, _FEW):
+                column = _few(tiles, first, num_wanted)
+                tl.store(scratch + column, load_logits(source, column), mask=column < size)
+            tl.debug_barrier()
+        source = logits, scratch, masks, ruled | is_masked, is_masked, size
         low = _search(
             tl.load(state + _LOW), tl.load(state + _STOP), cell, top_k.to(tl.float32), found, tiles, num_wanted, source,
             peak, 0.0, top.shape[0],

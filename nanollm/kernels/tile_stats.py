@@ -142,8 +142,8 @@ def _load_tiles(logits, tile, size, PAIRS: tl.constexpr):
 
 @triton.jit
 def _pass_over(
-    max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, is_masked, masks, counts, bins,
-    TILES: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
+    max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, masks, counts, bins,
+    TILES: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """A row without rules, but maybe a mask. loaded: its first tiles."""
     tile = first + tl.arange(0, TILES)
@@ -151,12 +151,12 @@ def _pass_over(
         following = _load_tiles(logits, tile + TILES, tl.where(step < steps - 1, size, 0), PAIRS)
         at, mask = s * num_tiles + tile, tile < num_tiles
         if PAIRS:
-            if is_masked:
+            if MASKED:
                 loaded = _masked_pairs(loaded, tile, size, masks)
             _store_stats_of_pairs(max_SN, mass_SN, at, mask, loaded, temperature, bins, COUNTED)
         else:
             x = as_logits(loaded)
-            if is_masked:
+            if MASKED:
                 x = masked(x, tile, size, masks)
             _store_stats(max_SN, mass_SN, at, mask, x, temperature)
             if COUNTED:
@@ -222,15 +222,20 @@ def _tile_stats_kernel(
             _store_stats(max_SN, mass_SN, s * num_tiles + some, some < num_tiles, x, temperature)
             if counted:
                 histogram.add(counts, bins, x, SHARED)
+    elif is_masked:
+        _pass_over(
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, masks, counts, bins,
+            TILES, PAIRS, True, COUNTS, SHARED,
+        )  # fmt: skip
     elif COUNTS and counted:
         _pass_over(
-            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, is_masked, masks, counts,
-            bins, TILES, PAIRS, True, SHARED,
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, masks, counts, bins,
+            TILES, PAIRS, False, True, SHARED,
         )  # fmt: skip
     else:
         _pass_over(
-            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, is_masked, masks, counts,
-            bins, TILES, PAIRS, False, SHARED,
+            max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, masks, counts, bins,
+            TILES, PAIRS, False, False, SHARED,
         )  # fmt: skip
     if counted:
         histogram.finish(counts, bins, SHARED)

@@ -182,25 +182,29 @@ def as_logits(x):
 def source_of(
     s, row, size, logits_SV, row_stride, scratch_SV, masks_RW, masks_stride, params_RP, HAS_RULES: tl.constexpr
 ):  # fmt: skip
-    """Where load_logits finds what it needs of a row."""
+    """Where a row's logits are: what tile_stats has left in the scratch, if words say what is special about its tokens,
+    and its mask."""
     ruled, is_masked = has_rules(params_RP, row, HAS_RULES), has_mask(params_RP, row, HAS_RULES)
     return logits_SV + s * row_stride, scratch_SV + s * size, masks_RW + row * masks_stride, ruled, is_masked, size
 
 
 @triton.jit
-def load_logits(source, column):
-    """Logits of a row with its rules applied, -inf beyond the vocabulary: of the words' tile_stats has left the outcome
-    in the scratch."""
-    logits, scratch, masks, ruled, is_masked, size = source
-    mask = column < size
+def load_unmasked(source, column):
+    """Logits of a row with its rules but the mask applied, -inf beyond the vocabulary."""
+    logits, scratch, _, ruled, _, size = source
     if ruled:
-        x = tl.load(scratch + column, mask=mask, other=float("-inf")).to(tl.float32)  # in name only: it is float32
+        x = tl.load(scratch + column, mask=column < size, other=float("-inf")).to(tl.float32)  # it is, if there is one
     else:
-        x = as_logits(tl.load(logits + column, mask=mask, other=float("-inf")))
-    if is_masked:
-        bits = tl.load(masks + column // 32, mask=mask, other=0)
-        x = tl.where(((bits >> (column % 32)) & 1) != 0, x, float("-inf"))
+        x = as_logits(tl.load(logits + column, mask=column < size, other=float("-inf")))
     return x
+
+
+@triton.jit
+def load_logits(source, column):
+    """Logits of a row with its rules applied, -inf beyond the vocabulary."""
+    _, _, masks, _, is_masked, size = source
+    bits = tl.load(masks + column // 32, mask=(column < size) & is_masked, other=-1)
+    return tl.where(((bits >> (column % 32)) & 1) != 0, load_unmasked(source, column), float("-inf"))
 
 
 @triton.jit
