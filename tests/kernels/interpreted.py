@@ -172,9 +172,9 @@ def test_filters_of_gathered_logits() -> None:
     sampling_checks.check_filters_of_gathered_logits(3000, device="cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_filters_after_rules(dtype: torch.dtype) -> None:
-    sampling_checks.check_filters_after_rules(3000, device="cpu", dtype=dtype)
+@pytest.mark.parametrize(("size", "dtype"), [(33_000, torch.float32), (3000, torch.bfloat16)])
+def test_filters_after_rules(size: int, dtype: torch.dtype) -> None:
+    sampling_checks.check_filters_after_rules(size, device="cpu", dtype=dtype)
 
 
 @pytest.mark.parametrize("filtered", [True, False])
