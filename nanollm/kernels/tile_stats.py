@@ -292,8 +292,8 @@ def tile_stats(rows: RowLogits, counts: bool = False) -> tuple[Tensor, Tensor]:
     """Returns (largest logit, mass), float32 [S, tiles] each, of the logits with the rows' rules applied.
 
     Mass is the sum of exp((logit - the tile's largest) / temperature): 1 to 128, or 0 where all are -inf. What it is
-    in rows of temperature 0 says nothing. On a GPU the logits of rows with rules are left in rows.scratch_SV, which is
-    made here. With counts rows.counts_SPB has how many are in each bin of kernels.histogram, of rows with top_k or
-    top_p; what fills up the last tiles is in bin 0 too. Floor on a GPU: one read of the logits.
+    in rows of temperature 0 says nothing. On a GPU rows.scratch_SV is made here, and has the logits of rows with rules
+    other than a mask. With counts rows.counts_SPB has how many are in each bin of kernels.histogram, of rows with top_k
+    or top_p; what fills up the last tiles is in bin 0 too. Floor on a GPU: one read of the logits.
     """
     return _tile_stats_triton(rows, counts) if runs_triton(rows.logits_SV) else tile_stats_reference(rows)

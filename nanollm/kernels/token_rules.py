@@ -88,7 +88,7 @@ class RowLogits:
     logits_SV: any float dtype, columns adjacent; this rank's share of the vocabulary, which starts at token first_id,
         a multiple of 128. rows_S: int64, rows of the state. positions_S: int64, tokens before the one to be sampled.
     has_rules: False if the rules were applied already. raw_dtype: what the logits were before that, if not as now.
-    scratch_SV: float32, for kernels to keep the logits of rows with rules in once they are applied; other rows of it
+    scratch_SV: float32, for kernels to keep the logits of rows with rules in once they are applied; rows without any
         are never touched. counts_SPB: int32, [rows, parts of a row, bins of kernels.histogram], for kernels to count
         in; rows without top_k and top_p, and of temperature 0, never are.
     """
@@ -182,8 +182,7 @@ def as_logits(x):
 def source_of(
     s, row, size, logits_SV, row_stride, scratch_SV, masks_RW, masks_stride, params_RP, HAS_RULES: tl.constexpr
 ):  # fmt: skip
-    """Where a row's logits are: what tile_stats has left in the scratch, if words say what is special about its tokens,
-    and its mask."""
+    """Where to load a row's logits from: what came, or what tile_stats has left in the scratch, and its mask."""
     ruled, is_masked = has_rules(params_RP, row, HAS_RULES), has_mask(params_RP, row, HAS_RULES)
     return logits_SV + s * row_stride, scratch_SV + s * size, masks_RW + row * masks_stride, ruled, is_masked, size
 
@@ -201,7 +200,7 @@ def load_unmasked(source, column):
 
 @triton.jit
 def load_logits(source, column):
-    """Logits of a row with its rules applied, -inf beyond the vocabulary."""
+    """The same with the mask too."""
     _, _, masks, _, is_masked, size = source
     bits = tl.load(masks + column // 32, mask=(column < size) & is_masked, other=-1)
     return tl.where(((bits >> (column % 32)) & 1) != 0, load_unmasked(source, column), float("-inf"))
