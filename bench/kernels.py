@@ -38,11 +38,11 @@ from nanollm.layers.sampler import Filters
 from nanollm.sampling_params import (
     FREQUENCY,
     HAS_MASK,
-    HAS_RULES,
     MIN_P,
     REPETITION,
     RULES,
     SEED_LOW,
+    SINGLES_OUT,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -320,8 +320,8 @@ SAMPLINGS: dict[str, list[dict[int, float]]] = {
     "top_k 1000": [{TOP_K: 1000}],
     "top_p .9": [{TOP_P: 0.9}],
     "top_p .5": [{TOP_P: 0.5}],
-    "penalties": [{RULES: HAS_RULES, REPETITION: 1.1, FREQUENCY: 0.1}],
-    "penalties, top_p .9": [{RULES: HAS_RULES, REPETITION: 1.1, FREQUENCY: 0.1, TOP_P: 0.9}],
+    "penalties": [{RULES: SINGLES_OUT, REPETITION: 1.1, FREQUENCY: 0.1}],
+    "penalties, top_p .9": [{RULES: SINGLES_OUT, REPETITION: 1.1, FREQUENCY: 0.1, TOP_P: 0.9}],
     "masks, top_p .9": [{RULES: HAS_MASK, TOP_P: 0.9}],
     "a mask in 32, top_p .9": [{RULES: HAS_MASK, TOP_P: 0.9}, *[{TOP_P: 0.9}] * 31],
     "mixed": [{TEMPERATURE: 0.0}, {}, {TOP_P: 0.9}, {TOP_K: 20, TOP_P: 0.95}],
@@ -338,7 +338,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         kinds = SAMPLINGS[self.name]
-        ruled = sum(kinds[row % len(kinds)].get(RULES) == HAS_RULES for row in range(self.num_rows))
+        ruled = sum(int(kinds[row % len(kinds)].get(RULES, 0)) & SINGLES_OUT for row in range(self.num_rows))
         # Logits are read; of rows with rules a word a token too, and what comes out is written in float32.
         self.num_bytes = self.size * (2 * self.num_rows + 8 * ruled)
         self.logits = [randn(self.num_rows, self.size).mul_(2) for _ in range(copies_of(self.num_bytes))]

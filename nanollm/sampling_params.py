@@ -26,12 +26,12 @@ GREEDY_BELOW = 1e-5  # a temperature under which dividing by it would overflow, 
     REPETITION,  # float
     FREQUENCY,  # float
     PRESENCE,  # float
-    RULES,  # the sum of what applies of HAS_RULES, HAS_BAD_WORDS, HAS_MASK and ONLY_BANS
+    RULES,  # the sum of what applies of SINGLES_OUT, HAS_BAD_WORDS, HAS_MASK and ONLY_BANS
 ) = range(11)
 NUM_PARAMS = 11
 # Single tokens have a bias, a ban or a penalty; bad words of several tokens are looked for; each token needs a mask of
 # the host; tokens that aren't banned keep the logits that they have.
-HAS_RULES, HAS_BAD_WORDS, HAS_MASK, ONLY_BANS = 1, 2, 4, 8
+SINGLES_OUT, HAS_BAD_WORDS, HAS_MASK, ONLY_BANS = 1, 2, 4, 8
 # Tokens with a bias or a ban of their own get a slot each: NUM_SLOTS less two that have a meaning.
 NUM_SLOTS, BANNED_SLOT, FIRST_SLOT = 1024, 1, 2  # and 0 is none
 MAX_RULED_ROWS = 1024  # rows that run with rules at once; a row's take 4 bytes for each id of the vocabulary
@@ -164,7 +164,7 @@ class SamplingParams:
     seed: any integer from -2**63 to 2**63 - 1. The same (prompt, seed) gives the same tokens alone or in any batch.
         None draws one from the engine's seed.
     stop: a string or list of strings that end the text; the match itself is cut off unless include_stop_str_in_output.
-    stop_token_ids: token ids that end the output, beside the model's own EOS ids.
+    stop_token_ids: token ids that end the output, beside the model's own EOS ids; their text is cut off likewise.
     ignore_eos: keep generating past the model's EOS ids (stop and stop_token_ids still count).
     max_tokens: most tokens to generate, 1 to 2**31 - 1; None means up to the model's context.
     min_tokens: until so many are generated no EOS, stop token or stop string ends the output.

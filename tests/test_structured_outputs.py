@@ -210,7 +210,7 @@ def test_smollm2_keeps_to_schemas(smollm2_path: Path) -> None:
         # It would say more, and special tokens, whose text a string may hold, don't come in one.
         free = llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
         assert free.text != completions[0].text
-        mask = llm._engine._grammars.masks([grammar_of(llm, {"regex": ".*"}).make_matcher()])[0]
+        (mask,), _ = llm._engine._grammars.masks([grammar_of(llm, {"regex": ".*"}).make_matcher()])
         allowed = {i for i in range(49152) if mask[i // 32] >> (i % 32) & 1}
         special = set(llm.tokenizer.all_special_ids)
         assert len(allowed) > 40_000 and allowed & special == {*llm.model_config.eos_token_ids}
@@ -334,6 +334,16 @@ def test_processors_see_the_tokens_so_far_and_have_the_last_word(model: TinyMode
     found = outputs(llm, [replace(DRAWN, max_tokens=4, logits_processors=processors), DRAWN])
     assert found[0].token_ids == [40, 41, 42, 43] and seen == [[], [40], [40, 41], [40, 41, 42]]
     assert found[1].token_ids == outputs(llm, DRAWN)[0].token_ids
+
+
+def test_raw_logprobs_are_of_what_no_processor_has_changed(llm: LLM) -> None:
+    flipped = replace(DRAWN, temperature=0, max_tokens=1, logprobs=3, logits_processors=[lambda _, x: -x])
+    (found,) = outputs(llm, flipped)
+    (logits_V,) = llm.compute_logits([[5, 6, 7]])[0][-1:]
+    (logprobs,) = found.logprobs
+    assert found.token_ids == [int(logits_V.argmin())]
+    for token_id, logprob in logprobs.items():
+        assert logprob.logprob == pytest.approx(float(logits_V.log_softmax(-1)[token_id]), abs=1e-4)
 
 
 def test_logits_that_leave_no_token_end_one_request(llm: LLM) -> None:
@@ -494,8 +504,30 @@ def test_grammars_that_take_long_are_refused_and_others_are_not(monkeypatch: pyt
 def test_a_grammar_whose_mask_would_hold_a_step_up_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Such as ([a-z]?[a-y]?[a-x]?.?){500} with the 151,936 tokens of Qwen3; tiny vocabularies are quick at anything."""
     monkeypatch.setattr(grammars, "MASK_SECONDS", -1.0)
-    with pytest.raises(ValueError, match=r"structured_outputs.regex: too ambiguous: finding what may come first"):
+    with pytest.raises(ValueError, match=r"structured_outputs.regex: too ambiguous: finding what may come takes"):
         llm.generate([[1, 2]], ask({"regex": "[a-f]{77}"}), use_tqdm=False)
+
+
+def test_a_grammar_that_gets_ever_slower_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Such as (.{1,20}\\s?){1,30}: there are ever more ways to have come to what follows."""
+    fill = grammars._seconds_to_fill
+    seconds = iter([0.0, 0.1, 0.4, 0.6])
+    monkeypatch.setattr(grammars, "_seconds_to_fill", lambda *mask: fill(*mask) + next(seconds))
+    with pytest.raises(ValueError, match="structured_outputs.regex: too ambiguous"):
+        llm.generate([[1, 2]], ask({"regex": "[a-f]{78}"}), use_tqdm=False)
+    assert not list(seconds)
+
+
+def test_a_mask_that_is_slow_to_make_ends_its_own_request(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    fill = grammars._seconds_to_fill
+    monkeypatch.setattr(grammars, "_seconds_to_fill", lambda *mask: 0 * fill(*mask) + (mask[2] == 1))
+    asked = [DRAWN, ask({"regex": "[a-c]{5}"}), ask({"regex": "[d-f]{5}"})]
+    expected = outputs(llm, asked)
+    monkeypatch.setattr(grammars, "MATCH_SECONDS", 0.0)  # for all of them together
+    free, quick, slow = outputs(llm, asked)
+    assert (slow.finish_reason, len(slow.token_ids)) == ("error", 1)
+    assert slow.stop_reason == "structured_outputs is too ambiguous: make it simpler"
+    assert [free.token_ids, quick.token_ids] == [one.token_ids for one in expected[:2]]
 
 
 def test_whatever_keeps_grammars_from_compiling_is_said(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

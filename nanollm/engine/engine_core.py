@@ -246,12 +246,14 @@ class EngineCore:
         masks = logits = EMPTY
         if step.masked:
             assert self._grammars is not None
-            masks = self._grammars.masks(
+            masks, slow = self._grammars.masks(
                 [seq.matcher if seq.finish_reason is None else None for seq in step.masked]
-            ).reshape(-1)
+            )
+            for i in slow:
+                step.masked[i].is_too_slow = True
         if step.processed:
             logits = self._processed(step.processed)
-        self.executor.sample(SamplePlan(step.plan.step, masks, logits))
+        self.executor.sample(SamplePlan(step.plan.step, masks.reshape(-1), logits))
 
     def _processed(self, sequences: list[Sequence]) -> np.ndarray:
         """What the rows' own functions make of their logits: float32 as int32, flat. Who fails ends its request."""

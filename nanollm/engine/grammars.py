@@ -4,6 +4,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections import OrderedDict, deque
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 
 from nanollm.config import ModelConfig
 from nanollm.engine.json_schema import prepare_regex, prepare_schema
+from nanollm.engine.sequence import MATCH_SECONDS
 from nanollm.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMPILE_SECONDS = 10.0  # after which a grammar is refused
-MASK_SECONDS = 0.5  # of CPU time, after which the first mask of a grammar has it refused
+MASK_SECONDS = 0.5  # of CPU time, after which a mask that is tried out has its grammar refused
+_TRIED_TOKENS = 24
 CACHE_BYTES = 256 << 20
 _OBJECT_BYTES = 4096  # of one that is kept, beside what xgrammar counts
 _THREADS = 4
@@ -34,6 +37,8 @@ _XGRAMMAR = "0.2.9"
 _CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
 # What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
 _ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89a-fA-F]..)")
+_ADDITIONAL_NAME, _BACKSLASH = re.compile(r"_addl_key(_\d+)?$"), [0, 1, 92]
 _JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
 
 
@@ -97,6 +102,7 @@ class Grammars:
         self._masks = np.empty((0, 0), np.int32)
         self._compiler: Any = None
         self._filler: Any = None
+        self._is_told = np.empty(0, np.uint8)  # of each token, 1 if it is more than blanks and ends nothing
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """Start compiling, unless that was done or is going on."""
@@ -111,18 +117,21 @@ class Grammars:
             self._known.move_to_end(key)
         return grammar
 
-    def masks(self, matchers: list[Any]) -> NDArray[np.int32]:
-        """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come. None allows all.
-
-        It is good until the next call.
+    def masks(self, matchers: list[Any]) -> tuple[NDArray[np.int32], list[int]]:
+        """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come; None allows all. Good
+        until the next call. And which matchers, by index, took over MATCH_SECONDS.
         """
         if len(self._masks) < len(matchers):  # memory that is new takes longer to write to
             self._masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.int32)
         masks = self._masks[: len(matchers)]
         masks[[matcher is None for matcher in matchers]] = -1
+        slow: list[int] = []
         if index := [i for i, matcher in enumerate(matchers) if matcher is not None]:
+            start = time.monotonic()
             self._filler.batch_fill_next_token_bitmask([matchers[i] for i in index], masks, index)
-        return masks
+            if time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
+                slow = [i for i in index if _seconds_to_fill(matchers[i], masks, i) > MATCH_SECONDS]
+        return masks, slow
 
     def _work(self) -> None:
         """Have what is queued compiled, each in a thread that is left alone when it takes too long."""
@@ -188,14 +197,19 @@ class Grammars:
             raise ValueError(f"structured_outputs.{wanted.kind}: {text}") from None
 
     def _try_out(self, compiled: Any) -> None:
-        """Make the first mask here: one that takes long would hold up a step, and everybody in it."""
+        """Follow it for some tokens here: a mask that takes long would hold up a step, and everybody in it."""
         import xgrammar
 
-        masks = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        start = time.thread_time()
-        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(masks)
-        if time.thread_time() - start > MASK_SECONDS:
-            raise ValueError("too ambiguous: finding what may come first takes too long, make it simpler")
+        matcher, masks = xgrammar.GrammarMatcher(compiled), np.empty((1, -(-self._vocab_size // 32)), np.int32)
+        draw_from = np.random.default_rng(0)
+        for _ in range(_TRIED_TOKENS):
+            if _seconds_to_fill(matcher, masks, 0) > MASK_SECONDS:
+                raise ValueError("too ambiguous: finding what may come takes too long, make it simpler")
+            allowed = np.unpackbits(masks.view(np.uint8), bitorder="little", count=self._vocab_size)
+            # Rather what isn't blank, of which many grammars allow any number.
+            ids = (allowed & self._is_told).nonzero()[0]
+            if not len(ids) or not matcher.accept_token(int(draw_from.choice(ids))):
+                return
 
     def _start(self) -> None:
         try:
@@ -225,8 +239,17 @@ class Grammars:
         )
         # Elsewhere than on Linux no process knows its cores.
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        self._is_told = np.array([bool(token.strip()) for token in info.decoded_vocab], np.uint8)
+        self._is_told[stops] = 0
         self._filler = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8))
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _seconds_to_fill(matcher: Any, masks: NDArray[np.int32], i: int) -> float:
+    """Of CPU time, to make this mask."""
+    start = time.thread_time()
+    matcher.fill_next_token_bitmask(masks, i)
+    return time.thread_time() - start
 
 
 def _parse(wanted: StructuredOutputsParams) -> Any:
@@ -236,6 +259,8 @@ def _parse(wanted: StructuredOutputsParams) -> Any:
     if wanted.regex is not None:
         return Parsed.from_regex(prepare_regex(wanted.regex, "it"))
     if wanted.grammar is not None:
+        if half := _HALF.search(wanted.grammar):
+            raise ValueError(f"it has half a surrogate pair, {half[1]}: write the character itself")
         return Parsed.from_ebnf(wanted.grammar)
     if wanted.choice is not None:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
@@ -245,9 +270,15 @@ def _parse(wanted: StructuredOutputsParams) -> Any:
     parsed = Parsed.from_json_schema(prepare_schema(schema), any_whitespace=not wanted.disable_any_whitespace)
     described = json.loads(parsed.serialize_json())
     data = described["grammar_expr_data"]
-    for start in described["grammar_expr_indptr"][:-1]:
+    starts = described["grammar_expr_indptr"]
+    for start in starts[:-1]:
         if data[start : start + len(_ANY_CHARACTER)] == _ANY_CHARACTER:
             data[start : start + len(_ANY_CHARACTER)] = _JSON_CHARACTER
+    for name, body, *_ in described["rules"]:
+        if _ADDITIONAL_NAME.search(name):  # which differs from all known ones where no escape may hide that it doesn't
+            first, num = starts[body] + 2, data[starts[body] + 1]
+            plain = [i for i in data[first : first + num] if data[starts[data[starts[i] + 2]] :][:3] != _BACKSLASH]
+            data[first : first + num] = (plain * num)[:num]
     return Parsed.deserialize_json(json.dumps(described))
 
 

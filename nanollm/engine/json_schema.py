@@ -267,6 +267,13 @@ def _prepare_object(schema: dict[str, Any], at: str) -> None:
         schema["patternProperties"] = {prepare_regex(pattern, f"{at}.patternProperties", in_json=True): value}
     if known and "propertyNames" in schema:
         raise ValueError(f"{at}.propertyNames beside properties is not supported: leave it out")
+    if schema.get("additionalProperties", False) is not False:
+        for name in known:
+            if json.dumps(name) != f'"{name}"':
+                raise ValueError(
+                    f"{at}.properties has {name!r:.100}, which can't be kept out of additionalProperties: leave these "
+                    "out, or use names of ASCII characters without escapes"
+                )
     is_open = not known or patterns or schema.get("additionalProperties")
     if schema.get("minProperties") and is_open:  # a name may come twice
         raise ValueError(f"{at}.minProperties is supported for known properties only: list them, or leave it out")

@@ -10,10 +10,10 @@ from nanollm.sampling_params import (
     GREEDY_BELOW,
     HAS_BAD_WORDS,
     HAS_MASK,
-    HAS_RULES,
     MAX_BAD_WORDS,
     NUM_SLOTS,
     ONLY_BANS,
+    SINGLES_OUT,
     SamplingParams,
 )
 
@@ -23,7 +23,7 @@ _FOREVER = 2**31 - 1
 def pack_params(seq: Sequence, rules: RowRules | None) -> tuple[int, ...]:
     """The row's sampling parameters as StepPlan.params has them."""
     params = seq.params
-    flags = 0 if rules is None else HAS_RULES
+    flags = 0 if rules is None else SINGLES_OUT
     if rules is not None and rules.bad_words:
         flags |= HAS_BAD_WORDS
     if params.structured_outputs is not None:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from nanollm.engine.grammars import Grammar
 
-
-# What a token may take of the CPU to be followed through a grammar: a very ambiguous one would hold up all requests.
+# What a token, or its mask, may take of the CPU: a very ambiguous grammar would hold up all requests.
 MATCH_SECONDS = 0.1
 
 
@@ -60,6 +59,7 @@ class Sequence:
         "first_miss",
         "grammar",
         "in_flight",
+        "is_too_slow",
         "leader",
         "logits",
         "logprobs",
@@ -138,6 +138,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.grammar: Grammar | None = None
         self.matcher: Any = None  # xgrammar.GrammarMatcher: what may follow the output so far
+        self.is_too_slow = False  # its last mask was
         self.logits: list[torch.Tensor] = []
         self.logprobs: list[TokenLogprobs] = []  # of the newest token
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on
@@ -177,5 +178,5 @@ class Sequence:
         start = time.thread_time()
         if not self.matcher.accept_token(token_id):
             self.finish_reason = "error"  # sampled against its mask
-        elif time.thread_time() - start > MATCH_SECONDS:
+        elif self.is_too_slow or time.thread_time() - start > MATCH_SECONDS:
             self.finish_reason, self.stop_reason = "error", "structured_outputs is too ambiguous: make it simpler"

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, overlap, runs_triton, tl, triton
 from nanollm.kernels.token_rules import BANNED_AT, SamplerState, int_param
-from nanollm.sampling_params import BAD_PREFIX, HAS_BAD_WORDS, HAS_RULES, MAX_BAD_WORDS, NUM_SLOTS, RULES
+from nanollm.sampling_params import BAD_PREFIX, HAS_BAD_WORDS, MAX_BAD_WORDS, NUM_SLOTS, RULES, SINGLES_OUT
 
 _RULES, _NUM_SLOTS = tl.constexpr(RULES), tl.constexpr(NUM_SLOTS)
-_HAS_RULES, _HAS_BAD_WORDS = tl.constexpr(HAS_RULES), tl.constexpr(HAS_BAD_WORDS)
+_SINGLES_OUT, _HAS_BAD_WORDS = tl.constexpr(SINGLES_OUT), tl.constexpr(HAS_BAD_WORDS)
 _BANNED_AT = tl.constexpr(BANNED_AT)
 
 
@@ -26,7 +26,7 @@ def advance_rows_reference(
     """The definition; arguments as in advance_rows."""
     last_token_R[rows_S] = ids_S
     rules_S = state.params_RP[rows_S, RULES]
-    for s in (rules_S & HAS_RULES).nonzero()[:, 0].tolist():
+    for s in (rules_S & SINGLES_OUT).nonzero()[:, 0].tolist():
         row, token_id = int(rows_S[s]), int(ids_S[s])
         if 0 <= token_id - first_id < state.words_RV.shape[1]:
             state.words_RV[row, token_id - first_id] += 1
@@ -48,7 +48,7 @@ def _advance_rows_kernel(
     token_id, row = tl.load(ids_S + s), tl.load(rows_S + s)
     tl.store(last_token_R + row, token_id)
     rules = int_param(params_RP, row, _RULES)
-    if (rules & _HAS_RULES) != 0:
+    if (rules & _SINGLES_OUT) != 0:
         index = token_id - first_id
         if (index >= 0) & (index < vocab_share):
             word = words_RV + row * words_stride + index

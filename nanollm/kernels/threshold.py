@@ -31,7 +31,7 @@ from nanollm.kernels.token_rules import (
     float_param,
     int_param,
     load_logits,
-    load_unmasked,
+    load_stored,
     source_of,
 )
 from nanollm.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P
@@ -179,7 +179,7 @@ def _sums_from(a, b, c, tiles, num_wanted, source, peak, scale):
     from_a = tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     from_b, from_c = from_a, from_a
     for first in range(0, num_wanted, _FEW):
-        x = load_unmasked(source, _few(tiles, first, num_wanted))
+        x = load_stored(source, _few(tiles, first, num_wanted))
         weight = tl.where(x >= a, tl.exp2((x - peak) * scale), 0.0)
         from_a += _sum_fours(weight)
         from_b += _sum_fours(tl.where(x >= b, weight, 0.0))
@@ -194,7 +194,7 @@ def _find(found, a, b, tiles, num_wanted, source, peak, scale, ROOM: tl.constexp
     count, from_b = tl.full((), 0, tl.int32), tl.zeros((_FEW, TILE_SIZE // 4), tl.float32)
     tl.debug_barrier()
     for first in range(0, num_wanted, _FEW):
-        x = load_unmasked(source, _few(tiles, first, num_wanted))
+        x = load_stored(source, _few(tiles, first, num_wanted))
         from_b += _sum_fours(tl.where(x >= b, tl.exp2((x - peak) * scale), 0.0))
         inside = ((x >= a) & (x < b)).to(tl.int32)
         in_tile = tl.sum(inside, 1)  # places are in the order of the tokens, so that sums are the same every time
@@ -341,13 +341,13 @@ def settled(threshold, tiles, state, top, source, params_RP, row, num_tiles, CEL
         peak = tl.load(state + _PEAK).to(tl.float32, bitcast=True)
         total = tl.load(state + _TOTAL).to(tl.float32, bitcast=True)
         num_wanted = _list_wanted(tiles, top, tl.load(state + _WANTED), num_tiles)
-        logits, scratch, masks, ruled, is_masked, size = source
-        if is_masked:  # once, and then it is as if words had said so
+        logits, scratch, masks, in_scratch, is_masked, size = source
+        if is_masked:  # once for all passes
             for first in range(0, num_wanted, _FEW):
                 column = _few(tiles, first, num_wanted)
                 tl.store(scratch + column, load_logits(source, column), mask=column < size)
             tl.debug_barrier()
-        source = logits, scratch, masks, ruled | is_masked, is_masked, size
+        source = logits, scratch, masks, in_scratch | is_masked, is_masked, size
         low = _search(
             tl.load(state + _LOW), tl.load(state + _STOP), cell, top_k.to(tl.float32), found, tiles, num_wanted, source,
             peak, 0.0, top.shape[0],
@@ -355,8 +355,8 @@ def settled(threshold, tiles, state, top, source, params_RP, row, num_tiles, CEL
         if top_p < 1:
             scale = LOG2_E / temperature
             if open == 1:
-                all = number_of(low)
-                total, _, _ = _sums_from(all, float("inf"), float("inf"), tiles, num_wanted, source, peak, scale)
+                least = number_of(low)
+                total, _, _ = _sums_from(least, float("inf"), float("inf"), tiles, num_wanted, source, peak, scale)
             low, target = tl.maximum(low, tl.load(state + _FROM)), total * tl.maximum(top_p - _SLACK, _SLACK / 10)
             low = _search(
                 low, tl.load(state + _TO), cell, target, found, tiles, num_wanted, source, peak, scale, top.shape[0]

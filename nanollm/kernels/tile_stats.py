@@ -16,11 +16,11 @@ from nanollm.kernels.token_rules import (
     as_logits,
     float_param,
     has_mask,
-    has_rules,
     int_param,
     masked,
     penalized,
     rules_of,
+    singles_out,
 )
 from nanollm.sampling_params import TEMPERATURE, TOP_K, TOP_P
 
@@ -189,10 +189,10 @@ def _tile_stats_kernel(
         counted = (int_param(params_RP, row, _TOP_K) > 0) | (float_param(params_RP, row, _TOP_P) < 1)
         counted &= temperature > 0
     is_masked, masks = has_mask(params_RP, row, HAS_RULES), masks_RW + row * masks_stride
-    if has_rules(params_RP, row, HAS_RULES):
+    if singles_out(params_RP, row, HAS_RULES):
         position, scratch, within = tl.load(positions_S + s), scratch_SV + s * size, tl.arange(0, TILE_SIZE)[None, :]
         words = words_RV + row * words_stride
-        FEW_TILES: tl.constexpr = min(RULED_TILES, 8)
+        FEW_TILES: tl.constexpr = RULED_TILES if RULED_TILES < 8 else 8
         at = (first + tl.arange(0, RULED_TILES))[:, None] * TILE_SIZE + within
         word, raw = tl.load(words + at, mask=at < size, other=0), tl.load(logits + at, mask=at < size, other=0)
         for i in range(first, first + steps * TILES, RULED_TILES):
@@ -222,7 +222,7 @@ def _tile_stats_kernel(
             _store_stats(max_SN, mass_SN, s * num_tiles + some, some < num_tiles, x, temperature)
             if counted:
                 histogram.add(counts, bins, x, SHARED)
-    elif is_masked:
+    elif is_masked:  # and counted, asked for or not: a pass less to compile
         _pass_over(
             max_SN, mass_SN, s, first, steps, loaded, logits, size, num_tiles, temperature, masks, counts, bins,
             TILES, PAIRS, True, COUNTS, SHARED,

@@ -21,7 +21,6 @@ from nanollm.sampling_params import (
     BANNED_SLOT,
     FREQUENCY,
     HAS_MASK,
-    HAS_RULES,
     MAX_BAD_WORDS,
     NUM_PARAMS,
     NUM_SLOTS,
@@ -29,6 +28,7 @@ from nanollm.sampling_params import (
     PRESENCE,
     REPETITION,
     RULES,
+    SINGLES_OUT,
 )
 
 SLOT_SHIFT, SLOT_MASK = 21, NUM_SLOTS - 1  # a word: count in bits 0-20, slot in bits 21-30, in the prompt in bit 31
@@ -41,7 +41,7 @@ _REPETITION, _FREQUENCY, _PRESENCE, _RULES = (
 )
 _SLOT_SHIFT, _SLOT_MASK, _COUNT_MASK = tl.constexpr(SLOT_SHIFT), tl.constexpr(SLOT_MASK), tl.constexpr(COUNT_MASK)
 _NUM_SLOTS, _BANNED_SLOT = tl.constexpr(NUM_SLOTS), tl.constexpr(BANNED_SLOT)
-_HAS_RULES, _HAS_MASK, _ONLY_BANS = (tl.constexpr(flag) for flag in (HAS_RULES, HAS_MASK, ONLY_BANS))
+_SINGLES_OUT, _HAS_MASK, _ONLY_BANS = (tl.constexpr(flag) for flag in (SINGLES_OUT, HAS_MASK, ONLY_BANS))
 PARAMS_STRIDE = tl.constexpr(NUM_PARAMS)
 
 
@@ -117,19 +117,21 @@ class RowLogits:
             return self
         x_SV = self.logits_SV.float()
         x_SV = x_SV.where(x_SV == x_SV, float("-inf"))
-        for s in (self.ints(RULES) & HAS_RULES).nonzero()[:, 0].tolist():
+        for s in (self.ints(RULES) & SINGLES_OUT).nonzero()[:, 0].tolist():
             x_SV[s] = self._apply_rules(x_SV[s], s)
-        if (self.ints(RULES) & HAS_MASK).any():
-            x_SV = x_SV.where(self.allowed(), float("-inf"))
+        index_M = (self.ints(RULES) & HAS_MASK).nonzero()[:, 0]
+        if len(index_M):
+            x_SV[index_M] = replace(self, rows_S=self.rows_S[index_M]).masked(x_SV[index_M])
         return replace(self, logits_SV=x_SV, has_rules=False)
 
-    def allowed(self) -> Tensor:
-        """Bool [S, V]: what the rows' masks allow; without one, all. CUDA graphs record it."""
+    def masked(self, x_SV: Tensor) -> Tensor:
+        """x_SV, but -inf for tokens that the rows' masks don't allow. CUDA graphs record it."""
         masks_RW = self.state.masks_RW
-        byte_SB = masks_RW[self.rows_S.clamp(max=len(masks_RW) - 1)].view(torch.uint8)
-        bit_8 = 1 << torch.arange(8, dtype=torch.uint8, device=byte_SB.device)
-        allowed_SV = (byte_SB[..., None] & bit_8).flatten(1)[:, : self.logits_SV.shape[1]] != 0
-        return allowed_SV | (self.ints(RULES) & HAS_MASK == 0)[:, None]
+        masks_SW = masks_RW[self.rows_S.clamp(max=len(masks_RW) - 1)]
+        masks_SW = masks_SW.where((self.ints(RULES) & HAS_MASK != 0)[:, None], -1)
+        bit_8 = 1 << torch.arange(8, dtype=torch.uint8, device=x_SV.device)
+        allowed_SV = (masks_SW.view(torch.uint8)[..., None] & bit_8).flatten(1)[:, : x_SV.shape[1]] != 0
+        return x_SV.where(allowed_SV, float("-inf"))
 
     def _apply_rules(self, x_V: Tensor, s: int) -> Tensor:
         row, position = self.rows_S[s], self.positions_S[s]
@@ -154,20 +156,20 @@ def float_param(params_RP, row, column: tl.constexpr):
 
 
 @triton.jit
-def has_rules(params_RP, row, HAS_RULES: tl.constexpr = True):
+def singles_out(params_RP, row, HAS_RULES: tl.constexpr = True):
     """Whether words say what is special about the row's tokens."""
-    return HAS_RULES & ((int_param(params_RP, row, _RULES) & _HAS_RULES) != 0)
+    return HAS_RULES & ((int_param(params_RP, row, _RULES) & _SINGLES_OUT) != 0)
 
 
 @triton.jit
-def has_mask(params_RP, row, HAS_RULES: tl.constexpr = True):
+def has_mask(params_RP, row, HAS_RULES: tl.constexpr):
     return HAS_RULES & ((int_param(params_RP, row, _RULES) & _HAS_MASK) != 0)
 
 
 @triton.jit
 def changes_logits(params_RP, row):
     """Whether a row has rules that do more than ban tokens."""
-    return has_rules(params_RP, row) & ((int_param(params_RP, row, _RULES) & _ONLY_BANS) == 0)
+    return singles_out(params_RP, row) & ((int_param(params_RP, row, _RULES) & _ONLY_BANS) == 0)
 
 
 @triton.jit
@@ -183,16 +185,18 @@ def source_of(
     s, row, size, logits_SV, row_stride, scratch_SV, masks_RW, masks_stride, params_RP, HAS_RULES: tl.constexpr
 ):  # fmt: skip
     """Where to load a row's logits from: what came, or what tile_stats has left in the scratch, and its mask."""
-    ruled, is_masked = has_rules(params_RP, row, HAS_RULES), has_mask(params_RP, row, HAS_RULES)
-    return logits_SV + s * row_stride, scratch_SV + s * size, masks_RW + row * masks_stride, ruled, is_masked, size
+    in_scratch, is_masked = singles_out(params_RP, row, HAS_RULES), has_mask(params_RP, row, HAS_RULES)
+    is_masked &= in_scratch == 0  # else it was applied
+    return logits_SV + s * row_stride, scratch_SV + s * size, masks_RW + row * masks_stride, in_scratch, is_masked, size
 
 
 @triton.jit
-def load_unmasked(source, column):
-    """Logits of a row with its rules but the mask applied, -inf beyond the vocabulary."""
-    logits, scratch, _, ruled, _, size = source
-    if ruled:
-        x = tl.load(scratch + column, mask=column < size, other=float("-inf")).to(tl.float32)  # it is, if there is one
+def load_stored(source, column):
+    """Logits of a row as the scratch has them, or as they came; -inf beyond the vocabulary."""
+    logits, scratch, _, in_scratch, _, size = source
+    if in_scratch:
+        # Where there is no scratch, this is of another type, and is never done.
+        x = tl.load(scratch + column, mask=column < size, other=float("-inf")).to(tl.float32)
     else:
         x = as_logits(tl.load(logits + column, mask=column < size, other=float("-inf")))
     return x
@@ -200,10 +204,10 @@ def load_unmasked(source, column):
 
 @triton.jit
 def load_logits(source, column):
-    """The same with the mask too."""
+    """Logits of a row with its rules applied; -inf beyond the vocabulary."""
     _, _, masks, _, is_masked, size = source
     bits = tl.load(masks + column // 32, mask=(column < size) & is_masked, other=-1)
-    return tl.where(((bits >> (column % 32)) & 1) != 0, load_unmasked(source, column), float("-inf"))
+    return tl.where(((bits >> (column % 32)) & 1) != 0, load_stored(source, column), float("-inf"))
 
 
 @triton.jit

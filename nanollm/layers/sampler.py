@@ -18,7 +18,7 @@ from nanollm.kernels.draw import draw
 from nanollm.kernels.threshold import Limits, cut, threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
-from nanollm.sampling_params import HAS_RULES, RULES, TEMPERATURE
+from nanollm.sampling_params import RULES, SINGLES_OUT, TEMPERATURE
 
 CANDIDATES = 64  # most logits of a row that each rank sends when its filters can be settled with the largest
 
@@ -61,12 +61,14 @@ class Sampler:
         positions_S: Tensor,
         filters: Filters = Filters.NONE,
         logprobs: tuple[Tensor, int] | None = None,
+        raw_r: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns (token ids int64 [S], log probabilities or None). A row with no finite logit gets -1.
 
         logits_r: [S, V_r], this rank's shard. rows_S, positions_S: int64, rows of the state, and how many tokens
         precede the one to be sampled. filters: the most that any of these rows needs.
-        logprobs: which of these (int64 indices) want log probabilities, and how many; see token_logprobs.
+        logprobs: which of these (int64 indices) want log probabilities, and how many; see token_logprobs. raw_r: the
+        model's own logits, if the host has changed them.
         """
         rows = RowLogits(logits_r, rows_S, positions_S, self.state, self._vocab.start)
         if not runs_triton(logits_r):
@@ -90,7 +92,8 @@ class Sampler:
         wanted = None
         if logprobs is not None:
             index_L, num_top = logprobs
-            x_LV = logits_r if self._mode.startswith("raw") else _drawn_from(rows, limits)
+            raw_r = logits_r if raw_r is None else raw_r
+            x_LV = raw_r if self._mode.startswith("raw") else _drawn_from(rows, limits)
             as_logits = self._mode.endswith("logits")
             wanted = self.token_logprobs(x_LV[index_L], id_S[index_L], num_top, as_logits=as_logits)
         advance_rows(id_S, rows_S, positions_S, self.state, self._last_token_R, self._vocab.start)
@@ -143,9 +146,8 @@ def _processed(rows: RowLogits) -> Tensor:
     if not rows.has_rules:
         return rows.logits_SV
     assert rows.scratch_SV is not None
-    x_SV = rows.logits_SV.float()
-    x_SV = x_SV.where((x_SV == x_SV) & rows.allowed(), float("-inf"))
-    return torch.where(rows.ints(RULES)[:, None] & HAS_RULES != 0, rows.scratch_SV, x_SV)
+    x_SV = rows.masked(rows.logits_SV.float().nan_to_num(float("-inf"), float("inf"), float("-inf")))
+    return torch.where(rows.ints(RULES)[:, None] & SINGLES_OUT != 0, rows.scratch_SV, x_SV)
 
 
 def _drawn_from(rows: RowLogits, limits: Limits | None) -> Tensor:

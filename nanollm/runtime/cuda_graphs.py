@@ -136,7 +136,8 @@ class DecodeSteps:
             # that the host changed.
             is_captured = graphs is not None and filters in graphs.samples and given_r is logits_r
             if graphs is None or not is_captured or len(plan.num_logprobs_L):
-                ids_B, logprobs = self._sample(given_r, filters, self._rows.wanted_logprobs(plan, slice(None)))
+                wanted = self._rows.wanted_logprobs(plan, slice(None))
+                ids_B, logprobs = self._sample(given_r, filters, wanted, logits_r)
                 return ids_B[:num_rows], logprobs
             sampling, ids_B = graphs.samples[filters]
             sampling.replay()
@@ -204,7 +205,11 @@ class DecodeSteps:
         self._model.lm_head(self._model.hidden(batch), out=self._logits_r[:size])
 
     def _sample(
-        self, logits_r: Tensor, filters: Filters = Filters.NONE, logprobs: tuple[Tensor, int] | None = None
+        self,
+        logits_r: Tensor,
+        filters: Filters = Filters.NONE,
+        logprobs: tuple[Tensor, int] | None = None,
+        raw_r: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = self._inputs.first(len(logits_r))
-        return self._sampler.sample(logits_r, inputs.rows_B, inputs.sample_positions_B, filters, logprobs)
+        return self._sampler.sample(logits_r, inputs.rows_B, inputs.sample_positions_B, filters, logprobs, raw_r)

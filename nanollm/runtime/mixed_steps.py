@@ -74,15 +74,17 @@ class MixedSteps:
         hidden = self._replay(packed, shape) if shape.num_tokens <= self._max_padded else self._forward(packed, shape)
         logits_r = self._model.lm_head(hidden.rows(slice(len(plan.logit_rows_L))))
         sampled_r, others_r = logits_r.tensor_split([len(plan.sampled_rows_S)])
-        return sampled_r, lambda given_r: self._sample(plan, given_r, others_r)
+        return sampled_r, lambda given_r: self._sample(plan, given_r, sampled_r, others_r)
 
     def _sample(
-        self, plan: StepPlan, sampled_r: Tensor, others_r: Tensor
+        self, plan: StepPlan, given_r: Tensor, sampled_r: Tensor, others_r: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         num_sampled = len(plan.sampled_rows_S)
         rows_S, positions_S = self._rows.sampled(plan)
         wanted = self._rows.wanted_logprobs(plan, slice(num_sampled))
-        ids_S, logprobs = self._sampler.sample(sampled_r, rows_S, positions_S, self._rows.filters(plan), wanted)
+        ids_S, logprobs = self._sampler.sample(
+            given_r, rows_S, positions_S, self._rows.filters(plan), wanted, sampled_r
+        )
         if not len(plan.targets):
             return ids_S, logprobs, None
         if (wanted := self._rows.wanted_logprobs(plan, slice(num_sampled, None))) is not None:

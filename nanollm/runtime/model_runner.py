@@ -269,7 +269,7 @@ class ModelRunner:
         if len(plan.logits):
             index = self.rows.to_device(step.plan.processed.astype(np.int64))
             given = self.rows.to_device(plan.logits.view(np.float32).reshape(len(index), -1))
-            logits_r = logits_r.float()
+            logits_r = logits_r.to(torch.float32, copy=True)  # log probabilities are of those that were
             num_real = self.model.lm_head.num_rows
             logits_r[index, :num_real] = given[:, :num_real]
         return self._bring(step.plan, *step.sample(logits_r))

@@ -15,13 +15,13 @@ from nanollm.sampling_params import (
     BAD_PREFIX,
     BANNED_SLOT,
     FIRST_SLOT,
-    HAS_RULES,
     MAX_BAD_WORDS,
     MAX_RULED_ROWS,
     MIN_P,
     NUM_PARAMS,
     NUM_SLOTS,
     RULES,
+    SINGLES_OUT,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -154,7 +154,7 @@ class RowState:
                 self._filters_R[row] = Filters.of(
                     floats[i, TEMPERATURE], int(params[i, TOP_K]), floats[i, TOP_P], floats[i, MIN_P]
                 )
-                if params[i, RULES] & HAS_RULES:
+                if params[i, RULES] & SINGLES_OUT:
                     rules, rest = RowRules.unpack(rest)
                     self._start_rules(row, rules)
         if len(plan.append_blocks):

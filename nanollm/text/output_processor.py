@@ -166,14 +166,16 @@ class _Choice:
                 rest = zip(request.prompt_token_ids[1:], output.prompt_logprobs, strict=True)
                 request.prompt_logprobs = [None, *(request.logprobs(*pair) for pair in rest)]
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        # What ended it, here a token, leaves no text, as in vLLM.
+        num_silent = int(self.finish_reason == "stop" and not request.params.include_stop_str_in_output)
         if self.first_char_of_stop is not None:
-            matched = self._append_until_stop(output.new_token_ids, self.finish_reason is not None)
+            matched = self._append_until_stop(output.new_token_ids, self.finish_reason is not None, num_silent)
             if matched is not None:
                 self.finish_reason, self.stop_reason = "stop", matched
                 if self.index == 0 and request.metrics is not None and request.metrics.finished_time is None:
                     request.metrics.finished_time = time.monotonic()
         else:
-            self._append(output.new_token_ids, self.finish_reason is not None)
+            self._append(output.new_token_ids, self.finish_reason is not None, num_silent)
         if self.logprobs is not None:
             new_token_ids = self.token_ids[len(self.logprobs) :]
             for token_id, found in zip(new_token_ids, output.logprobs, strict=False):
@@ -197,24 +199,25 @@ class _Choice:
             self.logprobs,
         )
 
-    def _append(self, new_token_ids: list[int], last: bool) -> None:
+    def _append(self, new_token_ids: list[int], last: bool, num_silent: int) -> None:
         self.token_ids += new_token_ids
         if self.detokenizer is None or not (self.request.stream or last):
             return
-        self.text += self.detokenizer.push(new_token_ids if self.request.stream else self.token_ids)
+        told = new_token_ids if self.request.stream else self.token_ids
+        self.text += self.detokenizer.push(told[: len(told) - num_silent])
         if last:
             self.text += self.detokenizer.flush()
 
-    def _append_until_stop(self, new_token_ids: list[int], last: bool) -> str | None:
+    def _append_until_stop(self, new_token_ids: list[int], last: bool, num_silent: int) -> str | None:
         """Append tokens up to the one that completes a stop string; cut the text there and return that string.
 
         The first match to complete, token by token, wins: so a stop string wins over a longer one that it begins.
         Of those which one token completes, the one that starts earliest wins, then the shortest.
         """
         assert self.detokenizer is not None  # SamplingParams and prepare_params refuse stop strings without text
-        for token_id in new_token_ids:
+        for i, token_id in enumerate(new_token_ids):
             self.token_ids.append(token_id)
-            new_text = self.detokenizer.push([token_id])
+            new_text = self.detokenizer.push([token_id]) if i < len(new_token_ids) - num_silent else ""
             if len(self.token_ids) <= self.request.params.min_tokens:  # no match counts that is complete by here
                 self._hold(self.held + new_text)
             elif (stop := self._extend(new_text)) is not None:

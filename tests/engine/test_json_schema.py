@@ -56,6 +56,8 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     *(({"items": {"$ref": f"#/$defs/x{slash}then"}, "$defs": {"x": {"then": {}}}}, "ref must lead into this")
       for slash in ("/", "%2F", "%2f")),
     (an_object(propertyNames={"pattern": "^a$"}), "propertyNames beside properties"),
+    *((an_object(properties={name: INTEGER}, additionalProperties=more), "which can't be kept out of additionalProp")
+      for name in ("é", 'q"t', "\n", "\\") for more in (True, {}, TEXT)),
     *(({"type": "object", "propertyNames": names, "maxProperties": 1}, "propertyNames must be of type string")
       for names in ({"enum": ["a", 1]}, {"const": 1}, {"anyOf": [INTEGER]}, {"$ref": "#"}, {"type": "null"})),
     (an_object(patternProperties={"^a": TEXT}), "patternProperties may have one pattern"),
@@ -144,6 +146,11 @@ KEPT: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ),
     ({"anyOf": [INTEGER, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}, ["[1]"], ["[[1]]"]),
     (an_object("a", properties={"a": INTEGER, "not": TEXT}), ['{"a": 1, "not": "x"}'], ['{"a": 1, "not": 1}']),
+    (
+        an_object("a", properties={"a": INTEGER, "ab/c": INTEGER}, additionalProperties=TEXT),
+        ['{"a": 1, "ab/c": 2, "b": "x"}', '{"a": 1, "ab": "x", "b\\u0061": "y", "abd\\n": "z"}', '{"a": 1, "é": "x"}'],
+        ['{"a": 1, "a": "x"}', '{"a": 1, "\\u0061": "x"}', '{"a": 1, "ab\\/c": "x"}', '{"a": 1, "\\u0061b/c": "x"}'],
+    ),
     ({"type": "integer", "maxLength": 1, "uniqueItems": False, "x-note": 1}, ["123"], ["1.5"]),
 ]
 

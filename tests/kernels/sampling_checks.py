@@ -15,16 +15,17 @@ from nanollm.kernels.noise import TOKEN_STREAM, TOKENS, gumbel, gumbel_noise, no
 from nanollm.kernels.threshold import Limits, _threshold_triton, threshold_reference
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats_reference
 from nanollm.kernels.token_rules import COUNT_MASK, SLOT_SHIFT, RowLogits, SamplerState
+from nanollm.layers.sampler import _processed
 from nanollm.sampling_params import (
     BAD_PREFIX,
     FREQUENCY,
     HAS_MASK,
-    HAS_RULES,
     NUM_SLOTS,
     ONLY_BANS,
     PRESENCE,
     REPETITION,
     RULES,
+    SINGLES_OUT,
     TEMPERATURE,
     TOP_P,
 )
@@ -84,7 +85,7 @@ def make_rules(state: SamplerState, num_rows: int, size: int) -> None:
     state.slots_R3S[:, :, 0] = 0
     state.masks_RW.copy_(torch.randint(-(2**31), 2**31, state.masks_RW.shape))
     for row in range(0, num_rows, 2):
-        state.params_RP[row, RULES] = HAS_RULES | (HAS_MASK if row % 4 == 0 else 0)
+        state.params_RP[row, RULES] = SINGLES_OUT | (HAS_MASK if row % 4 == 0 else 0)
         values = torch.tensor([0.5 + row, 0.3, -0.7])
         if row % 6 == 4:
             state.params_RP[row, RULES] |= ONLY_BANS
@@ -123,12 +124,14 @@ def check_counts(num_rows: int, size: int, parts: int, *, device: str, dtype: to
     state = make_state(
         num_rows, size, device, TOP_P=[1.0 if k == 1 else 0.9 for k in kind], TEMPERATURE=[float(k < 2) for k in kind]
     )
+    state.params_RP[::2, RULES] = HAS_MASK
+    state.masks_RW.copy_(torch.randint(-(2**31), 2**31, state.masks_RW.shape))
     index = torch.arange(num_rows, device=device)
     rows, plain = (RowLogits(logits, index, index, state) for _ in range(2))
     (max_SN, mass_SN), (plain_max_SN, plain_mass_SN) = _tile_stats_triton(rows, True, parts), _tile_stats_triton(plain)
     drawn_S = rows.floats(TEMPERATURE) > 0  # to the last bit, for what is drawn must not depend on others' filters
     assert torch.equal(max_SN, plain_max_SN) and torch.equal(mass_SN[drawn_S], plain_mass_SN[drawn_S])
-    x_SV = logits[::3].float().nan_to_num(float("-inf"), float("inf"), float("-inf"))
+    x_SV = rows.processed().logits_SV[::3]
     bits_SV = x_SV.view(torch.int32)
     steps_SV = torch.where(bits_SV < 0, -(bits_SV & 0x7FFFFFFF), bits_SV) >> 16
     least = 0x3380  # 2**-24
@@ -256,7 +259,13 @@ def check_filters_of_gathered_logits(size: int, *, device: str) -> None:
 def check_filters_after_rules(size: int, *, device: str, dtype: torch.dtype) -> None:
     state = make_state(FILTERED, size, device, **FILTERS)
     make_rules(state, FILTERED, size)
-    check_threshold(adversarial_logits(FILTERED, size, "random", device, dtype), state, exact=False)
+    logits = adversarial_logits(FILTERED, size, "random", device, dtype)
+    logits[:, ::7] = float("nan")
+    check_threshold(logits, state, exact=False)
+    index = torch.arange(FILTERED, device=device)
+    rows = RowLogits(logits, index, index + 3, state)
+    _tile_stats_triton(rows)
+    torch.testing.assert_close(_processed(rows), rows.processed().logits_SV, rtol=1e-6, atol=1e-6)
 
 
 def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, device: str, dtype: torch.dtype) -> None:
@@ -281,7 +290,7 @@ def check_draw(num_rows: int, size: int, *, first_id: int, filtered: bool, devic
         assert torch.equal(token_id, expected_id)
         assert token_id[-1] == -1
         torch.testing.assert_close(value, expected_value, rtol=2e-6, atol=2e-5)
-        assert torch.equal(value[1::2], draws[0][0][1::2]), "rows without rules are the same in any batch"
+        assert torch.equal(value[1::2], draws[0][0][1::2]), "rows with a mask at most are the same in any batch"
     drawn = rows.floats(TEMPERATURE) > 0
     beyond = Limits(torch.full_like(limits.threshold_S, 1e9).where(drawn, float("-inf")))  # all kept is on other ranks
     value, token_id = _draw_triton(rows, *stats, beyond)

@@ -11,7 +11,7 @@ from nanollm.kernels.noise import TILES, TOKENS, noise_words
 from nanollm.kernels.threshold import threshold
 from nanollm.kernels.tile_stats import tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
-from nanollm.sampling_params import HAS_MASK, HAS_RULES
+from nanollm.sampling_params import HAS_MASK, SINGLES_OUT
 from tests.kernels.sampling_checks import FILTERED, FILTERS, KINDS, adversarial_logits, make_state
 
 
@@ -205,7 +205,7 @@ def test_frequency_and_presence_penalties_count_the_output() -> None:
 
 def test_a_mask_allows_the_tokens_of_its_bits_and_only_in_its_row() -> None:
     allowed = [0, 31, 32, 77, 99]
-    state = make_state(2, 100, RULES=[HAS_RULES | HAS_MASK, HAS_RULES])
+    state = make_state(2, 100, RULES=[SINGLES_OUT | HAS_MASK, SINGLES_OUT])
     for token_id in allowed:
         bit = token_id % 32
         state.masks_RW[0, token_id // 32] += 1 << bit if bit < 31 else -(2**31)

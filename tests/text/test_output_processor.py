@@ -219,7 +219,20 @@ def test_output_carries_what_the_request_and_the_engine_said(qwen3):
     assert (first.finished, first.outputs[0].finish_reason, first.outputs[0].token_ids) == (False, None, [64])
     completion = last.outputs[0]
     assert (last.finished, completion.finish_reason, completion.stop_reason) == (True, "stop", 65)
-    assert (completion.index, completion.token_ids, completion.text) == (0, [64, 65], "ab")
+    assert (completion.index, completion.token_ids, completion.text) == (0, [64, 65], "a")
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": "xyz"}])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "ab<|im_end|>")])
+def test_text_has_the_token_that_ended_it_only_if_stop_strings_are_included(qwen3, settings, stream, include, text):
+    params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=include, **settings)
+    processor = OutputProcessor(qwen3)
+    processor.add(1, "1", None, [0], params, stream=stream)
+    processor.process([EngineOutput(1, [64])])
+    end = qwen3.convert_tokens_to_ids("<|im_end|>")
+    (output,), _ = processor.process([EngineOutput(1, [65, end], "stop")])
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == (text, [64, 65, end])
 
 
 def test_earlier_outputs_keep_their_tokens(qwen3):
@@ -252,7 +265,7 @@ def test_continuations_that_one_step_extends_are_shown_together(qwen3):
     (output,), _ = processor.process([EngineOutput(i, [63 + i]) for i in (1, 2)])
     assert ([c.text for c in output.outputs], output.finished) == (["a", "b", ""], False)
     (output,), aborts = processor.process([EngineOutput(3, [66]), EngineOutput(1, [66]), EngineOutput(2, [65], "stop")])
-    assert ([c.text for c in output.outputs], output.finished, aborts) == (["a", "bb", ""], True, [3, 1])
+    assert ([c.text for c in output.outputs], output.finished, aborts) == (["a", "b", ""], True, [3, 1])
     assert [c.finish_reason for c in output.outputs] == ["stop"] * 3
 
 
