@@ -513,7 +513,7 @@ def test_a_grammar_that_gets_ever_slower_is_refused(monkeypatch: pytest.MonkeyPa
     fill = grammars._seconds_to_fill
     seconds = iter([0.0, 0.1, 0.4, 0.6])
     monkeypatch.setattr(grammars, "_seconds_to_fill", lambda *mask: fill(*mask) + next(seconds))
-    with pytest.raises(ValueError, match="structured_outputs.regex: too ambiguous"):
+    with pytest.raises(ValueError, match=r"structured_outputs.regex: too ambiguous"):
         llm.generate([[1, 2]], ask({"regex": "[a-f]{78}"}), use_tqdm=False)
     assert not list(seconds)
 
