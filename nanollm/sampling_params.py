@@ -270,6 +270,7 @@ def _strings(name: str, value: Any) -> list[str]:
     for text in texts:
         if not isinstance(text, str) or not text.strip(" " if name == "bad_words" else ""):
             raise ValueError(f"{name} must be a non-empty string or a list of them, got {text!r}")
+        check_unicode(name, text)
     return texts
 
 

@@ -421,8 +421,9 @@ def test_too_many_bans_and_biases_are_refused_by_name(tiny: Any, lettered: LLM) 
         assert max(outputs[0].outputs[0].token_ids) < 3000
         everything = SamplingParams(stop_token_ids=list(range(4000)))
         assert len(tokens(llm, [1, 2], everything)) == 1
-    with pytest.raises(ValueError, match="prompt 0: bad_words has half a surrogate pair"):
-        lettered.generate([[1, 2]], SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
+    for name in ("bad_words", "stop"):
+        with pytest.raises(ValueError, match=f"{name} has half a surrogate pair"):
+            SamplingParams(**{name: ["\ud800"]})
     with pytest.raises(ValueError, match="bad_words may have 128 of more than one token"):
         lettered.generate([[1, 2]], SamplingParams(bad_words=[chr(i) + "a" for i in range(40, 200)]), use_tqdm=False)
     with pytest.raises(ValueError, match="each of bad_words may have 16 tokens, got one of 17"):

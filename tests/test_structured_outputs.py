@@ -436,6 +436,7 @@ def nested(levels: int) -> dict[str, Any]:
         *(({"json": schema}, r"json: has half a surrogate pair, '\\ud800'")
           for schema in (r'{"properties": {"\ud800": {"not": {}}}}', {"enum": ["\ud800"]})),
         ({"regex": r"a\ud83d\ude00"}, r"regex: it has \\ud83d, half a surrogate pair"),
+        ({"grammar": r'root ::= "\ud83d\ude00"'}, r"grammar: it has half a surrogate pair, \\ud83d: write the char"),
         ({"regexp": "a"}, "has no field 'regexp'"),
         ({"regex": 5}, "regex must be a string, got 5"),
         ("a", "must be StructuredOutputsParams"),

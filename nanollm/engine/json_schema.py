@@ -181,7 +181,7 @@ def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at:
         for value in values:
             if not any(_has_type(value, kind) for kind in types):
                 raise ValueError(f"{at}.{name} has {value!r:.100}, which is not of type {' or '.join(types)}")
-            if any(abs(number) > _MAX_NUMBER for number in _numbers(value)):
+            if not all(abs(number) <= _MAX_NUMBER for number in _numbers(value)):
                 raise ValueError(f"{at}.{name} may have numbers up to 2**53, got {value!r:.100}")
 
 
@@ -191,8 +191,8 @@ def _prepare_values(schema: dict[str, Any], at: str) -> None:
         if name in schema and not 0 <= _need(schema, name, int, "an integer", at) < 2**31:
             raise ValueError(f"{at}.{name} must be from 0 to 2**31 - 1, got {schema[name]}")
     for name in (*_BOUNDS, "multipleOf"):
-        if name in schema:
-            _need(schema, name, (int, float), "a number", at)
+        if name in schema and not abs(_need(schema, name, (int, float), "a number", at)) < math.inf:
+            raise ValueError(f"{at}.{name} must be a finite number, got {schema[name]}")
     if "type" not in schema:
         found = [kind for kind, names in _OF_TYPE.items() if any(name in schema for name in names)]
         if not found:
@@ -232,7 +232,7 @@ def _check_bounds(schema: dict[str, Any], at: str) -> None:
     for name in _BOUNDS:
         if name in schema:
             value = schema[name]
-            if not math.isfinite(value) or (Fraction(repr(value)) * 10**6).denominator != 1:
+            if (Fraction(repr(value)) * 10**6).denominator != 1:
                 raise ValueError(f"{at}.{name} must be a number of at most 6 decimals, got {value!r}")
             millionths[name] = int(Fraction(repr(value)) * 10**6)
     low = max(millionths.get("minimum", -math.inf), millionths.get("exclusiveMinimum", -math.inf) + 1)

@@ -78,7 +78,6 @@ def encode_bad_words(tokenizer: "PreTrainedTokenizerBase", words: list[str]) -> 
     """
     sequences = []
     for word in words:
-        check_unicode("bad_words", word)
         bare, spaced = (
             list(tokenizer.encode(space + word.lstrip(" "), add_special_tokens=False)) for space in ("", " ")
         )
