@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import xgrammar
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -526,9 +527,41 @@ def test_a_mask_that_is_slow_to_make_ends_its_own_request(monkeypatch: pytest.Mo
     expected = outputs(llm, asked)
     monkeypatch.setattr(grammars, "MATCH_SECONDS", 0.0)  # for all of them together
     free, quick, slow = outputs(llm, asked)
-    assert (slow.finish_reason, len(slow.token_ids)) == ("error", 1)
+    assert (slow.finish_reason, slow.token_ids) == ("error", [])
     assert slow.stop_reason == "structured_outputs is too ambiguous: make it simpler"
     assert [free.token_ids, quick.token_ids] == [one.token_ids for one in expected[:2]]
+
+
+def test_a_mask_that_may_never_be_made_ends_its_own_request(
+    monkeypatch: pytest.MonkeyPatch, model: TinyModel, settings: dict[str, Any]
+) -> None:
+    asked = [DRAWN, ask({"regex": "[a-c]{5}"}), ask({"regex": "[d-f]{5}"})]
+    sizes, stuck, goes_on = [], [], threading.Event()
+
+    class Matcher(xgrammar.BatchGrammarMatcher):
+        def batch_fill_next_token_bitmask(self, matchers: list[Any], masks: Any, index: list[int]) -> None:
+            sizes.append(len(index))
+            if sizes.count(2) == 3 and not stuck:  # both are at their third token
+                stuck.append(index[-1])
+                super().batch_fill_next_token_bitmask(matchers[:-1], masks, index[:-1])
+                goes_on.wait()
+            else:
+                super().batch_fill_next_token_bitmask(matchers, masks, index)
+
+    with model.llm(**settings) as llm:
+        expected = outputs(llm, asked)
+        monkeypatch.setattr(grammars, "FILL_SECONDS", 0.5)
+        monkeypatch.setattr(xgrammar, "BatchGrammarMatcher", Matcher)
+        llm._engine._grammars._filler = grammars._Filler()
+        free, quick, slow = outputs(llm, asked)
+        assert (slow.finish_reason, slow.token_ids, stuck) == ("error", expected[2].token_ids[:2], [1])
+        assert slow.stop_reason == "structured_outputs is too ambiguous: make it simpler"
+        assert [free.token_ids, quick.token_ids] == [one.token_ids for one in expected[:2]]
+        assert [one.token_ids for one in outputs(llm, asked)] == [one.token_ids for one in expected]
+        goes_on.set()
+        (thread,) = llm._engine._grammars._refused
+        thread.join(5)  # for nobody holds its filler
+        assert not thread.is_alive()
 
 
 def test_whatever_keeps_grammars_from_compiling_is_said(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

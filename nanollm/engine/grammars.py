@@ -7,10 +7,12 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from importlib.metadata import PackageNotFoundError, version
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMPILE_SECONDS = 10.0  # after which a grammar is refused
+FILL_SECONDS = 2.0  # after which the masks of a step that are not made yet end their requests
 MASK_SECONDS = 0.5  # of CPU time, after which a mask that is tried out has its grammar refused
 _TRIED_TOKENS = 24
 CACHE_BYTES = 256 << 20
 _OBJECT_BYTES = 4096  # of one that is kept, beside what xgrammar counts
 _THREADS = 4
+_THREAD_NAME = "nanollm-grammar"
 _MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
 _is_exiting = threading.Event()
 _XGRAMMAR = "0.2.9"
@@ -37,6 +41,7 @@ _XGRAMMAR = "0.2.9"
 _CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
 # What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
 _ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
+_MARK = np.array([0x2F6E2B1, -0x51C3A9D7, 0x68E31DA4], np.int32)  # what no mask begins with but by a rare chance
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89a-fA-F]..)")
 _ADDITIONAL_NAME, _BACKSLASH = re.compile(r"_addl_key(_\d+)?$"), [0, 1, 92]
 _JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
@@ -48,7 +53,7 @@ def await_threads() -> None:
     _is_exiting.set()
     end = time.monotonic() + COMPILE_SECONDS
     for thread in threading.enumerate():
-        if thread.name == "nanollm-grammar":
+        if thread.name == _THREAD_NAME:
             thread.join(max(end - time.monotonic(), 0))
 
 
@@ -83,6 +88,49 @@ class Grammar:
         return xgrammar.GrammarMatcher(self.result())
 
 
+class _Filler:
+    """Makes masks in a thread of its own, which is left alone when that takes too long: it can't be stopped."""
+
+    def __init__(self) -> None:
+        import xgrammar
+
+        # Elsewhere than on Linux no process knows its cores.
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        fill = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8)).batch_fill_next_token_bitmask
+        self._jobs: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_fill_all, args=(fill, self._jobs), daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def fill(self, matchers: list[Any], masks: NDArray[np.int32], index: list[int]) -> bool:
+        """Make these matchers' masks, in these rows. False if that takes over FILL_SECONDS, and may go on for ever."""
+        done: SimpleQueue[BaseException | None] = SimpleQueue()  # its own: a wait may be interrupted
+        self._jobs.put((done, matchers, masks, index))
+        try:
+            error = done.get(timeout=FILL_SECONDS)
+        except Empty:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+    def abandon(self) -> threading.Thread:
+        """Returns the thread; for await_threads it is as one that compiles."""
+        self._thread.name = _THREAD_NAME
+        return self._thread
+
+
+def _fill_all(fill: Callable[..., None], jobs: "SimpleQueue[tuple[Any, ...] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        done, *arguments = job
+        try:
+            fill(*arguments)
+            done.put(None)
+        except BaseException as error:
+            done.put(error)
+        del job, arguments  # or they would be kept as long as none follows
+
+
 class Grammars:
     """Compiles grammars for a model's tokens in threads of its own, and keeps the latest of them.
 
@@ -101,7 +149,7 @@ class Grammars:
         self._refused: list[threading.Thread] = []
         self._masks = np.empty((0, 0), np.int32)
         self._compiler: Any = None
-        self._filler: Any = None
+        self._filler: _Filler
         self._is_told = np.empty(0, np.uint8)  # of each token, 1 if it is more than blanks and ends nothing
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
@@ -127,9 +175,16 @@ class Grammars:
         masks[[matcher is None for matcher in matchers]] = -1
         slow: list[int] = []
         if index := [i for i, matcher in enumerate(matchers) if matcher is not None]:
-            start = time.monotonic()
-            self._filler.batch_fill_next_token_bitmask([matchers[i] for i in index], masks, index)
-            if time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
+            start, mark = time.monotonic(), _MARK[: masks.shape[1]]
+            masks[index, : len(mark)] = mark
+            if not self._filler.fill([matchers[i] for i in index], masks, index):
+                with self._lock:
+                    self._refused.append(self._filler.abandon())
+                    self._filler, self._masks = _Filler(), np.empty((0, 0), np.int32)
+                slow = [i for i in index if (masks[i, : len(mark)] == mark).all()]  # a mask is written when it is whole
+                masks = masks.copy()
+                masks[slow] = -1
+            elif time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
                 slow = [i for i in index if _seconds_to_fill(matchers[i], masks, i) > MATCH_SECONDS]
         return masks, slow
 
@@ -148,9 +203,7 @@ class Grammars:
                 self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.kind}: {why}"))
                 continue
             grammar.started = time.monotonic()
-            thread = threading.Thread(
-                target=self._run, args=(key, grammar, wanted), name="nanollm-grammar", daemon=True
-            )
+            thread = threading.Thread(target=self._run, args=(key, grammar, wanted), name=_THREAD_NAME, daemon=True)
             thread.start()
             thread.join(COMPILE_SECONDS)
             if thread.is_alive():
@@ -237,11 +290,9 @@ class Grammars:
         info = xgrammar.TokenizerInfo(
             vocab, vocab_size=size, stop_token_ids=stops, add_prefix_space=info.add_prefix_space
         )
-        # Elsewhere than on Linux no process knows its cores.
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         self._is_told = np.array([bool(token.strip()) for token in info.decoded_vocab], np.uint8)
         self._is_told[stops] = 0
-        self._filler = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8))
+        self._filler = _Filler()
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 

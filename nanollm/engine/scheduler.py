@@ -169,7 +169,7 @@ class Scheduler:
             if seq.finish_reason is not None:  # found finished, or aborted, one step late: a surplus token
                 seq.num_pending -= 1
                 continue
-            seq.append(token_id)
+            counts = seq.append(token_id)
             # A block may be full now that this token is known, or was so when the last one was.
             if len(seq.token_ids) % block_size <= 1:
                 commit(seq)
@@ -180,17 +180,16 @@ class Scheduler:
             if seq.finish_reason is not None:
                 metrics.finished_time = now
                 ended.append(seq)
-            new_token_ids = [token_id] if token_id >= 0 else []
             outputs.append(
                 EngineOutput(
                     seq.request_id,
-                    new_token_ids,
+                    [token_id] if counts else [],
                     seq.finish_reason,
                     seq.stop_reason,
                     seq.num_cached_tokens,
                     metrics,
                     seq.logits,
-                    seq.logprobs if new_token_ids else [],
+                    seq.logprobs if counts else [],
                     seq.prompt_logprobs if first else [],
                 )
             )

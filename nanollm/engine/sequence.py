@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What a token, or its mask, may take of the CPU: a very ambiguous grammar would hold up all requests.
 MATCH_SECONDS = 0.1
+_TOO_AMBIGUOUS = "structured_outputs is too ambiguous: make it simpler"
 
 
 def check_token_ids(token_ids: AbstractSequence[int], vocab_size: int) -> "array[int]":
@@ -138,7 +139,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.grammar: Grammar | None = None
         self.matcher: Any = None  # xgrammar.GrammarMatcher: what may follow the output so far
-        self.is_too_slow = False  # its last mask was
+        self.is_too_slow = False  # making its last mask was
         self.logits: list[torch.Tensor] = []
         self.logprobs: list[TokenLogprobs] = []  # of the newest token
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the second prompt token and on
@@ -158,14 +159,17 @@ class Sequence:
         """Tokens generated and read back."""
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def append(self, token_id: int) -> None:
-        """Take the oldest pending token, now read, and decide whether it ends the sequence."""
+    def append(self, token_id: int) -> bool:
+        """Take the oldest pending token, now read, and decide whether it ends the sequence. False: it doesn't count."""
         self.num_pending -= 1
+        if self.is_too_slow:  # it may have been sampled without a mask
+            self.finish_reason, self.stop_reason = "error", _TOO_AMBIGUOUS
+            return False
         if token_id < 0:  # every token was impossible: all logits -inf, or not a number
             self.finish_reason, self.stop_reason = "error", NO_TOKEN
             if self.matcher is not None:
                 self.stop_reason = "structured_outputs and the other settings leave no token to choose"
-            return
+            return False
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
             self.finish_reason, self.stop_reason = "stop", self.stop_token_ids[token_id]
@@ -173,10 +177,11 @@ class Sequence:
             self.finish_reason = "length"
         elif self.matcher is not None:
             self._follow(token_id)
+        return True
 
     def _follow(self, token_id: int) -> None:
         start = time.thread_time()
         if not self.matcher.accept_token(token_id):
             self.finish_reason = "error"  # sampled against its mask
-        elif self.is_too_slow or time.thread_time() - start > MATCH_SECONDS:
-            self.finish_reason, self.stop_reason = "error", "structured_outputs is too ambiguous: make it simpler"
+        elif time.thread_time() - start > MATCH_SECONDS:
+            self.finish_reason, self.stop_reason = "error", _TOO_AMBIGUOUS
