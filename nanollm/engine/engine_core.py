@@ -247,7 +247,8 @@ class EngineCore:
         if step.masked:
             assert self._grammars is not None
             masks, slow = self._grammars.masks(
-                [seq.matcher if seq.finish_reason is None else None for seq in step.masked]
+                [seq.matcher if seq.finish_reason is None else None for seq in step.masked],
+                is_risky=any(seq.grammar.is_risky for seq in step.masked if seq.grammar is not None),
             )
             for i in slow:
                 step.masked[i].is_too_slow = True

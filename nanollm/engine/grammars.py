@@ -42,6 +42,7 @@ _CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
 # What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
 _ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
 _MARK = np.array([0x2F6E2B1, -0x51C3A9D7, 0x68E31DA4], np.int32)  # what no mask begins with but by a rare chance
+_REPEATED = re.compile(r"\)[*+?{]")
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89a-fA-F]..)")
 _ADDITIONAL_NAME, _BACKSLASH = re.compile(r"_addl_key(_\d+)?$"), [0, 1, 92]
 _JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
@@ -60,8 +61,11 @@ def await_threads() -> None:
 class Grammar:
     """A grammar that is being compiled, or was."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind  # of structured_outputs; their text, which may be long, is not kept
+    def __init__(self, wanted: StructuredOutputsParams) -> None:
+        self.kind = wanted.kind  # of structured_outputs; their text, which may be long, is not kept
+        # Whether making a mask may take for ever: repetitions within repetitions can be left and entered in any number
+        # of ways, which grows with their numbers' product.
+        self.is_risky = wanted.grammar is not None or bool(_REPEATED.search(wanted.regex or str(wanted.json)))
         self.future: Future[Any] = Future()
         self.started = float("inf")  # time.monotonic() when a thread took it up
         self.num_bytes = 0
@@ -89,20 +93,21 @@ class Grammar:
 
 
 class _Filler:
-    """Makes masks in a thread of its own, which is left alone when that takes too long: it can't be stopped."""
+    """Makes masks, if need be in a thread of its own, which is left alone when that takes too long: it can't be
+    stopped. The thread takes 0.1 ms to hear of them and to be heard."""
 
     def __init__(self) -> None:
         import xgrammar
 
         # Elsewhere than on Linux no process knows its cores.
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-        fill = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8)).batch_fill_next_token_bitmask
+        self.fill = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8)).batch_fill_next_token_bitmask
         self._jobs: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_fill_all, args=(fill, self._jobs), daemon=True)
+        self._thread = threading.Thread(target=_fill_all, args=(self.fill, self._jobs), daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def fill(self, matchers: list[Any], masks: NDArray[np.int32], index: list[int]) -> bool:
+    def fill_in_time(self, matchers: list[Any], masks: NDArray[np.int32], index: list[int]) -> bool:
         """Make these matchers' masks, in these rows. False if that takes over FILL_SECONDS, and may go on for ever."""
         done: SimpleQueue[BaseException | None] = SimpleQueue()  # its own: a wait may be interrupted
         self._jobs.put((done, matchers, masks, index))
@@ -157,7 +162,7 @@ class Grammars:
         key = hashlib.sha256(repr(wanted).encode()).digest()
         with self._lock:
             if (grammar := self._known.get(key)) is None:
-                grammar = self._known[key] = Grammar(wanted.kind)
+                grammar = self._known[key] = Grammar(wanted)
                 self._queue.append((key, grammar, wanted))
                 if self._num_workers < _THREADS:
                     self._num_workers += 1
@@ -165,9 +170,11 @@ class Grammars:
             self._known.move_to_end(key)
         return grammar
 
-    def masks(self, matchers: list[Any]) -> tuple[NDArray[np.int32], list[int]]:
+    def masks(self, matchers: list[Any], *, is_risky: bool) -> tuple[NDArray[np.int32], list[int]]:
         """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come; None allows all. Good
         until the next call. And which matchers, by index, took over MATCH_SECONDS.
+
+        is_risky: whether a grammar of these is.
         """
         if len(self._masks) < len(matchers):  # memory that is new takes longer to write to
             self._masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.int32)
@@ -175,16 +182,18 @@ class Grammars:
         masks[[matcher is None for matcher in matchers]] = -1
         slow: list[int] = []
         if index := [i for i, matcher in enumerate(matchers) if matcher is not None]:
-            start, mark = time.monotonic(), _MARK[: masks.shape[1]]
+            start, mark, some = time.monotonic(), _MARK[: masks.shape[1]], [matchers[i] for i in index]
             masks[index, : len(mark)] = mark
-            if not self._filler.fill([matchers[i] for i in index], masks, index):
+            if not is_risky:
+                self._filler.fill(some, masks, index)
+            elif not self._filler.fill_in_time(some, masks, index):
                 with self._lock:
                     self._refused.append(self._filler.abandon())
                     self._filler, self._masks = _Filler(), np.empty((0, 0), np.int32)
                 slow = [i for i in index if (masks[i, : len(mark)] == mark).all()]  # a mask is written when it is whole
                 masks = masks.copy()
                 masks[slow] = -1
-            elif time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
+            if not slow and time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
                 slow = [i for i in index if _seconds_to_fill(matchers[i], masks, i) > MATCH_SECONDS]
         return masks, slow
 
