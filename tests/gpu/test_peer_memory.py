@@ -27,6 +27,7 @@ from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from tests.conftest import random_prompt
 from tests.distributed import lockstep
 from tests.kernels import peers
+from tests.test_structured_outputs import all_tokens, save_byte_tokenizer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -367,6 +368,36 @@ def test_engines_give_one_ranks_tokens_with_and_without_graphs(
     # NCCL's, which keep a process from ending as long as they run.
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     assert not [name for name in names if "nccl" in name.lower()]
+
+
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_grammars_and_filters_give_one_ranks_tokens(
+    tiny: Any, tmp_path: Path, ranks_share_gpus: Callable[[int], None], size: int, logprobs_mode: str
+) -> None:
+    ranks_share_gpus(size)
+    model, tokenizer = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4), save_byte_tokenizer(tmp_path)
+    settings = {"device": "cuda", "logprobs_mode": logprobs_mode, "tokenizer": tokenizer, "skip_tokenizer_init": False}
+    filtered = {"temperature": 0.9, "seed": 3, "max_tokens": 24, "top_p": 0.8, "logprobs": 2}
+    rows = [
+        SamplingParams(**filtered | some)
+        for some in (
+            {"structured_outputs": {"regex": "[a-f ]{30}"}},
+            {"structured_outputs": {"regex": "[a-f ]{30}"}, "top_p": 1.0, "top_k": 5},
+            {"structured_outputs": {"regex": "[a-f ]{30}"}, "presence_penalty": 1.5},
+            {"repetition_penalty": 1.3},
+        )
+    ]
+
+    def drawn(llm: LLM) -> tuple[Any, list[float]]:
+        found = [output.outputs[0] for output in llm.generate(PROMPTS, rows, use_tqdm=False)]
+        return (all_tokens(llm), [one.token_ids for one in found]), [one.cumulative_logprob or 0.0 for one in found]
+
+    with model.llm(**settings) as llm:
+        expected, logprobs = drawn(llm)
+    with model.llm(tensor_parallel_size=size, **settings) as llm:
+        found, its_logprobs = drawn(llm)
+    assert found == expected and its_logprobs == pytest.approx(logprobs, abs=1e-2)
 
 
 def test_a_rank_killed_in_a_graph_replay_ends_the_engine_and_frees_the_gpu(
