@@ -119,7 +119,8 @@ class StructuredOutputsParams:
                 raise ValueError("structured_outputs.choice must name a string, got none")
         for name in ("json", "regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise ValueError(f"structured_outputs.{name} must be a string, got {value!r:.200}")
+                what = "a JSON schema, as a dict or text" if name == "json" else "a string"
+                raise ValueError(f"structured_outputs.{name} must be {what}, got {value!r:.200}")
         text = "".join(self.choice or []) + str(self.json or self.regex or self.grammar or "")
         check_unicode(f"structured_outputs.{given[0]}", text)
         if len(text) > MAX_GRAMMAR_CHARS:

@@ -163,7 +163,7 @@ def test_more_than_may_wait_are_refused_and_the_others_finish(shared: Loop, mode
         ([], greedy(1), "prompt is empty"),
         ([300], greedy(1), "from 0 to 299, got 300"),
         ([1] * 256, greedy(1), "max_model_len is 256"),
-        ([1], greedy(1, logprobs=21), "raise max_logprobs"),
+        ([1], greedy(1, logprobs=21), "logprobs must be from 0 to 20, got 21"),
         ([1], greedy(1, stop_token_ids=[300]), "stop_token_ids must be from 0 to 299"),
         ([1], greedy(1, n=9), "n must be at most 8"),
         ("text", greedy(1), "needs a tokenizer"),

@@ -107,7 +107,9 @@ class EngineCore:
         limit = vocab_size if self._max_logprobs < 0 else self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, name)) is not None and not 0 <= value <= limit and limit < vocab_size:
-                raise ValueError(f"{name} must be from 0 to {limit}, got {value}: raise max_logprobs, or make it -1")
+                raise ValueError(
+                    f"{name} must be from 0 to {limit}, got {value}: LLM(max_logprobs=…) raises that, -1 allows all"
+                )
         prompt = check_token_ids(token_ids, vocab_size)
         settings: dict[str, Any] = {
             "seed": self._seeds.getrandbits(64) - 2**63 if params.seed is None else params.seed,

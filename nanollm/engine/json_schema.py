@@ -140,9 +140,11 @@ def _prepare(schema: Any, root: Any, at: str, depth: int) -> Any:
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         if name in schema:
             values = _need(schema, name, list, "a list", at)
-            prepared[name] = [_prepare(value, root, f"{at}.{name}[{i}]", depth + 1) for i, value in enumerate(values)]
             if not values:
                 raise ValueError(f"{at}.{name} must not be empty")
+            if name == "allOf" and len(values) > 1:
+                raise ValueError(f"{at}.allOf may have one schema only: merge them")
+            prepared[name] = [_prepare(value, root, f"{at}.{name}[{i}]", depth + 1) for i, value in enumerate(values)]
     if alternatives := [name for name in _ALTERNATIVES if name in schema]:
         _check_alternatives(alternatives, schema, root, at)
         if "oneOf" in prepared:  # no two of which fit one value, so
@@ -168,8 +170,6 @@ def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at:
         raise ValueError(f"{at}: {others[0]} beside {name} is not supported: put it inside, or leave one out")
     if name == "$ref" and not (isinstance(schema[name], str) and _REFERENCE.fullmatch(schema[name])):
         raise ValueError(f"{at}.$ref must lead into this schema, as #/$defs/name does, got {schema[name]!r:.100}")
-    if name == "allOf" and len(schema[name]) > 1:
-        raise ValueError(f"{at}.allOf may have one schema only: merge them")
     if name == "oneOf":
         try:
             _check_one_of(schema[name], root, at)

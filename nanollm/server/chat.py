@@ -114,7 +114,8 @@ def _read_tools(asked: ChatRequest) -> tuple[str, int, dict[str, Any] | None, st
         function = choice.get("function") if isinstance(choice, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if name not in names:
-            raise ApiError(400, f"tool_choice must be none, auto, required or a function of tools, got {choice!r:.200}")
+            wanted = '{"type": "function", "function": {"name": one of tools}}'
+            raise ApiError(400, f"tool_choice must be none, auto, required or {wanted}, got {choice!r:.200}")
         names = [name]
     functions = {tool["function"]["name"]: tool["function"] for tool in asked.tools or []}
     strict = [name for name in names if functions[name].get("strict") is not False]

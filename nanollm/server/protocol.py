@@ -60,7 +60,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
-    logits_processors: list[Any] | None = None  # to be refused by name, since functions can't come
+    # To be refused by name: there is no place for them in an answer, and functions can't come.
+    prompt_logprobs: int | None = None
+    detokenize: bool | None = None
+    logits_processors: list[Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -78,6 +81,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 raise ValueError(f"{name} may be at most {limit}{what} in one request, got {count}")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError(f"best_of must equal n, got {self.best_of}: ask for n and choose yourself")
+        for name, other in (
+            ("prompt_logprobs", "echo and logprobs in /v1/completions bring them"),
+            ("logits_processors", "they are for LLM alone"),
+        ):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is not answered over HTTP: {other}")
+        if self.detokenize is False:
+            raise ValueError("detokenize must be true over HTTP: an answer is text")
         given = {name: getattr(self, name) for name in _PARAMS & set(self.__struct_fields__)}
         del given["logprobs"]  # means another thing in each request
         given["structured_outputs"] = self.structure
