@@ -211,7 +211,7 @@ def test_smollm2_keeps_to_schemas(smollm2_path: Path) -> None:
         # It would say more, and special tokens, whose text a string may hold, don't come in one.
         free = llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0].outputs[0]
         assert free.text != completions[0].text
-        (mask,), _ = llm._engine._grammars.masks([grammar_of(llm, {"regex": ".*"}).make_matcher()], is_risky=True)
+        (mask,), _ = llm._engine._grammars.masks([grammar_of(llm, {"regex": ".*"}).make_matcher()], [True])
         allowed = {i for i in range(49152) if mask[i // 32] >> (i % 32) & 1}
         special = set(llm.tokenizer.all_special_ids)
         assert len(allowed) > 40_000 and allowed & special == {*llm.model_config.eos_token_ids}
@@ -559,9 +559,23 @@ def test_a_mask_that_may_never_be_made_ends_its_own_request(
         assert [free.token_ids, quick.token_ids] == [one.token_ids for one in expected[:2]]
         assert [one.token_ids for one in outputs(llm, asked)] == [one.token_ids for one in expected]
         goes_on.set()
-        (thread,) = llm._engine._grammars._refused
+        (thread,) = llm._engine._grammars._abandoned
         thread.join(5)  # for nobody holds its filler
         assert not thread.is_alive()
+
+
+def test_masks_of_an_interrupted_wait_are_left_to_the_thread(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    made, matcher = llm._engine._grammars, grammar_of(llm, {"regex": "[a-c]*"}).make_matcher()
+    expected, filler, masks = made.masks([matcher], [True])[0].copy(), made._filler, made._masks
+
+    def interrupt(*arguments: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(filler, "ends_in_time", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made.masks([matcher], [True])
+    found, slow = made.masks([matcher], [True])
+    assert (found == expected).all() and not slow and made._filler is not filler and made._masks is not masks
 
 
 def test_whatever_keeps_grammars_from_compiling_is_said(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

@@ -250,7 +250,7 @@ class EngineCore:
             assert self._grammars is not None
             masks, slow = self._grammars.masks(
                 [seq.matcher if seq.finish_reason is None else None for seq in step.masked],
-                is_risky=any(seq.grammar.is_risky for seq in step.masked if seq.grammar is not None),
+                [seq.grammar is not None and seq.grammar.is_risky for seq in step.masked],
             )
             for i in slow:
                 step.masked[i].is_too_slow = True

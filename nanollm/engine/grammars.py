@@ -33,7 +33,7 @@ _TRIED_TOKENS = 24
 CACHE_BYTES = 256 << 20
 _OBJECT_BYTES = 4096  # of one that is kept, beside what xgrammar counts
 _THREADS = 4
-_THREAD_NAME = "nanollm-grammar"
+_LEFT_ALONE = "nanollm-grammar"  # a thread that may be, and that await_threads waits for
 _MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
 _is_exiting = threading.Event()
 _XGRAMMAR = "0.2.9"
@@ -41,11 +41,11 @@ _XGRAMMAR = "0.2.9"
 _CLASS, _RULE, _SEQUENCE, _CHOICES, _REPEAT = 1, 4, 5, 6, 8
 # What a string with a length is made of there, and what it must be of: classes that exclude these ranges.
 _ANY_CHARACTER = [_CLASS, 9, 1, 34, 34, 92, 92, 13, 13, 10, 10]
-_MARK = np.array([0x2F6E2B1, -0x51C3A9D7, 0x68E31DA4], np.int32)  # what no mask begins with but by a rare chance
-_REPEATED = re.compile(r"\)[*+?{]")
-_HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89a-fA-F]..)")
-_ADDITIONAL_NAME, _BACKSLASH = re.compile(r"_addl_key(_\d+)?$"), [0, 1, 92]
 _JSON_CHARACTER = [_CLASS, 9, 1, 0, 31, 34, 34, 92, 92, 0xD800, 0xDFFF]
+# Where the name of an additional property begins like a known one, and the expression of a backslash.
+_ADDITIONAL_NAME, _BACKSLASH = re.compile(r"_addl_key(_\d+)?$"), [0, 1, 92]
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u|U0000)[dD][89a-fA-F]..)")
+_MARK = np.array([0x2F6E2B1, -0x51C3A9D7, 0x68E31DA4], np.int32)  # how a mask begins that is not made
 
 
 @atexit.register
@@ -54,7 +54,7 @@ def await_threads() -> None:
     _is_exiting.set()
     end = time.monotonic() + COMPILE_SECONDS
     for thread in threading.enumerate():
-        if thread.name == _THREAD_NAME:
+        if thread.name == _LEFT_ALONE:
             thread.join(max(end - time.monotonic(), 0))
 
 
@@ -63,9 +63,9 @@ class Grammar:
 
     def __init__(self, wanted: StructuredOutputsParams) -> None:
         self.kind = wanted.kind  # of structured_outputs; their text, which may be long, is not kept
-        # Whether making a mask may take for ever: repetitions within repetitions can be left and entered in any number
-        # of ways, which grows with their numbers' product.
-        self.is_risky = wanted.grammar is not None or bool(_REPEATED.search(wanted.regex or str(wanted.json)))
+        # Whether making a mask may take for ever: of what schemas say otherwise, little can be read in several ways.
+        has_pattern = wanted.json is not None and re.search(r"attern|\\u", str(wanted.json)) is not None
+        self.is_risky = wanted.kind in ("regex", "grammar") or has_pattern
         self.future: Future[Any] = Future()
         self.started = float("inf")  # time.monotonic() when a thread took it up
         self.num_bytes = 0
@@ -93,8 +93,8 @@ class Grammar:
 
 
 class _Filler:
-    """Makes masks, if need be in a thread of its own, which is left alone when that takes too long: it can't be
-    stopped. The thread takes 0.1 ms to hear of them and to be heard."""
+    """Makes masks, and what may take too long in a thread of its own, which is left alone then: it can't be stopped.
+    The thread takes 0.1 ms to hear of its work and to be heard."""
 
     def __init__(self) -> None:
         import xgrammar
@@ -103,14 +103,14 @@ class _Filler:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
         self.fill = xgrammar.BatchGrammarMatcher(min(max(num_cores // 2, 1), 8)).batch_fill_next_token_bitmask
         self._jobs: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_fill_all, args=(self.fill, self._jobs), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=_run_all, args=(self._jobs,), name="nanollm-masks", daemon=True)
+        self.thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def fill_in_time(self, matchers: list[Any], masks: NDArray[np.int32], index: list[int]) -> bool:
-        """Make these matchers' masks, in these rows. False if that takes over FILL_SECONDS, and may go on for ever."""
-        done: SimpleQueue[BaseException | None] = SimpleQueue()  # its own: a wait may be interrupted
-        self._jobs.put((done, matchers, masks, index))
+    def ends_in_time(self, function: Callable[..., None], *arguments: Any) -> bool:
+        """Call it in the thread. False if that takes over FILL_SECONDS, and may go on for ever."""
+        done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._jobs.put((done, function, *arguments))
         try:
             error = done.get(timeout=FILL_SECONDS)
         except Empty:
@@ -119,21 +119,16 @@ class _Filler:
             raise error
         return True
 
-    def abandon(self) -> threading.Thread:
-        """Returns the thread; for await_threads it is as one that compiles."""
-        self._thread.name = _THREAD_NAME
-        return self._thread
 
-
-def _fill_all(fill: Callable[..., None], jobs: "SimpleQueue[tuple[Any, ...] | None]") -> None:
+def _run_all(jobs: "SimpleQueue[tuple[Any, ...] | None]") -> None:
     while (job := jobs.get()) is not None:
-        done, *arguments = job
+        done, function, *arguments = job
         try:
-            fill(*arguments)
+            function(*arguments)
             done.put(None)
         except BaseException as error:
             done.put(error)
-        del job, arguments  # or they would be kept as long as none follows
+        del job, function, arguments  # or they would be kept as long as none follows
 
 
 class Grammars:
@@ -151,11 +146,11 @@ class Grammars:
         self._known: OrderedDict[bytes, Grammar] = OrderedDict()
         self._queue: deque[tuple[bytes, Grammar, StructuredOutputsParams]] = deque()
         self._num_workers = 0
-        self._refused: list[threading.Thread] = []
+        self._abandoned: list[threading.Thread] = []
         self._masks = np.empty((0, 0), np.int32)
         self._compiler: Any = None
         self._filler: _Filler
-        self._is_told = np.empty(0, np.uint8)  # of each token, 1 if it is more than blanks and ends nothing
+        self._weight = np.empty(0, np.uint8)  # of each token: 0 if it ends the output, 1 if it is blank, else 2
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """Start compiling, unless that was done or is going on."""
@@ -170,31 +165,43 @@ class Grammars:
             self._known.move_to_end(key)
         return grammar
 
-    def masks(self, matchers: list[Any], *, is_risky: bool) -> tuple[NDArray[np.int32], list[int]]:
+    def masks(self, matchers: list[Any], risky: list[bool]) -> tuple[NDArray[np.int32], list[int]]:
         """Int32 [len(matchers), words]: a bit for each token, the lowest first, 1 if it may come; None allows all. Good
-        until the next call. And which matchers, by index, took over MATCH_SECONDS.
+        until the next call. And the matchers, by index, whose mask took over MATCH_SECONDS, or is not made.
 
-        is_risky: whether a grammar of these is.
+        risky: whose grammar is. Where there are few cores, a mask that is never made keeps risky ones after it from
+        being made too.
         """
         if len(self._masks) < len(matchers):  # memory that is new takes longer to write to
             self._masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.int32)
         masks = self._masks[: len(matchers)]
         masks[[matcher is None for matcher in matchers]] = -1
-        slow: list[int] = []
-        if index := [i for i, matcher in enumerate(matchers) if matcher is not None]:
-            start, mark, some = time.monotonic(), _MARK[: masks.shape[1]], [matchers[i] for i in index]
-            masks[index, : len(mark)] = mark
-            if not is_risky:
-                self._filler.fill(some, masks, index)
-            elif not self._filler.fill_in_time(some, masks, index):
+        plain, slow = ([i for i, m in enumerate(matchers) if m is not None and risky[i] is it] for it in (False, True))
+        if plain:
+            self._filler.fill([matchers[i] for i in plain], masks, plain)
+        return self._risky_masks(matchers, masks, slow) if slow else (masks, [])
+
+    def _risky_masks(
+        self, matchers: list[Any], masks: NDArray[np.int32], index: list[int]
+    ) -> tuple[NDArray[np.int32], list[int]]:
+        """Make these; returns as masks()."""
+        start, mark, seconds = time.monotonic(), _MARK[: masks.shape[1]], dict.fromkeys(index, 0.0)
+        masks[index, : len(mark)] = mark
+        is_whole = False  # also if the wait is interrupted: the thread goes on to write into these masks
+        try:
+            is_whole = self._filler.ends_in_time(self._filler.fill, [matchers[i] for i in index], masks, index)
+            if is_whole and time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
+                is_whole = self._filler.ends_in_time(_time_each, matchers, masks, seconds)
+        finally:
+            if not is_whole:
+                self._filler.thread.name = _LEFT_ALONE
                 with self._lock:
-                    self._refused.append(self._filler.abandon())
+                    self._abandoned.append(self._filler.thread)
                     self._filler, self._masks = _Filler(), np.empty((0, 0), np.int32)
-                slow = [i for i in index if (masks[i, : len(mark)] == mark).all()]  # a mask is written when it is whole
-                masks = masks.copy()
-                masks[slow] = -1
-            if not slow and time.monotonic() - start > MATCH_SECONDS:  # one after the other, to see whose fault it is
-                slow = [i for i in index if _seconds_to_fill(matchers[i], masks, i) > MATCH_SECONDS]
+        slow = [i for i in index if seconds[i] > MATCH_SECONDS or (masks[i, : len(mark)] == mark).all()]
+        if not is_whole:
+            masks = masks.copy()
+            masks[slow] = -1
         return masks, slow
 
     def _work(self) -> None:
@@ -205,19 +212,19 @@ class Grammars:
                     self._num_workers -= 1
                     return
                 key, grammar, wanted = self._queue.popleft()
-                self._refused = [thread for thread in self._refused if thread.is_alive()]
-                is_full = len(self._refused) >= _MAX_REFUSED
+                self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+                is_full = len(self._abandoned) >= _MAX_REFUSED
             if is_full:
                 why = f"{_MAX_REFUSED} that take too long are still being compiled: try again later"
                 self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.kind}: {why}"))
                 continue
             grammar.started = time.monotonic()
-            thread = threading.Thread(target=self._run, args=(key, grammar, wanted), name=_THREAD_NAME, daemon=True)
+            thread = threading.Thread(target=self._run, args=(key, grammar, wanted), name=_LEFT_ALONE, daemon=True)
             thread.start()
             thread.join(COMPILE_SECONDS)
             if thread.is_alive():
                 with self._lock:
-                    self._refused.append(thread)
+                    self._abandoned.append(thread)
 
     def _refuse(self, key: bytes, grammar: Grammar, error: ValueError) -> None:
         with self._lock:
@@ -267,9 +274,9 @@ class Grammars:
         for _ in range(_TRIED_TOKENS):
             if _seconds_to_fill(matcher, masks, 0) > MASK_SECONDS:
                 raise ValueError("too ambiguous: finding what may come takes too long, make it simpler")
-            allowed = np.unpackbits(masks.view(np.uint8), bitorder="little", count=self._vocab_size)
+            allowed = np.unpackbits(masks.view(np.uint8), bitorder="little", count=self._vocab_size) * self._weight
             # Rather what isn't blank, of which many grammars allow any number.
-            ids = (allowed & self._is_told).nonzero()[0]
+            ids = (allowed == max(allowed.max(), 1)).nonzero()[0]
             if not len(ids) or not matcher.accept_token(int(draw_from.choice(ids))):
                 return
 
@@ -299,8 +306,8 @@ class Grammars:
         info = xgrammar.TokenizerInfo(
             vocab, vocab_size=size, stop_token_ids=stops, add_prefix_space=info.add_prefix_space
         )
-        self._is_told = np.array([bool(token.strip()) for token in info.decoded_vocab], np.uint8)
-        self._is_told[stops] = 0
+        self._weight = np.array([2 if token.strip() else 1 for token in info.decoded_vocab], np.uint8)
+        self._weight[stops] = 0
         self._filler = _Filler()
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
@@ -310,6 +317,15 @@ def _seconds_to_fill(matcher: Any, masks: NDArray[np.int32], i: int) -> float:
     start = time.thread_time()
     matcher.fill_next_token_bitmask(masks, i)
     return time.thread_time() - start
+
+
+def _time_each(matchers: list[Any], masks: NDArray[np.int32], seconds: dict[int, float]) -> None:
+    """Make each again. Whose is not made when time is up is at infinity."""
+    for i in seconds:
+        if threading.current_thread().name == _LEFT_ALONE:
+            return  # others use the matchers now
+        seconds[i] = float("inf")
+        seconds[i] = _seconds_to_fill(matchers[i], masks, i)
 
 
 def _parse(wanted: StructuredOutputsParams) -> Any:

@@ -179,10 +179,10 @@ def _check_alternatives(names: list[str], schema: dict[str, Any], root: Any, at:
         values = [schema["const"]] if name == "const" else _need(schema, name, list, "a list", at)
         types = _types(schema, at)
         for value in values:
-            if not any(_has_type(value, kind) for kind in types):
-                raise ValueError(f"{at}.{name} has {value!r:.100}, which is not of type {' or '.join(types)}")
             if not all(abs(number) <= _MAX_NUMBER for number in _numbers(value)):
                 raise ValueError(f"{at}.{name} may have numbers up to 2**53, got {value!r:.100}")
+            if not any(_has_type(value, kind) for kind in types):
+                raise ValueError(f"{at}.{name} has {value!r:.100}, which is not of type {' or '.join(types)}")
 
 
 def _prepare_values(schema: dict[str, Any], at: str) -> None:

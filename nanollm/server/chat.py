@@ -72,7 +72,7 @@ async def create_chat(service: Service, request: Request) -> Response:
         default_params(service.engine.generation_config, chat=True),
         logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
         **{} if max_tokens is None else {"max_tokens": max_tokens},
-        **{} if schema is None else {"structured_outputs": {"json": schema}},
+        **{} if schema is None else {"structured_outputs": {"json": schema}, "include_stop_str_in_output": False},
     )
     stream = bool(asked.stream)
     chat_id = service.make_id("chatcmpl", asked.request_id)
