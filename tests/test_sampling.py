@@ -395,7 +395,7 @@ def test_bad_values_are_refused_by_name(settings: dict[str, Any], name: str) -> 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"logprobs": 21}, "logprobs must be from 0 to 20, got 21: LLM.max_logprobs=…. raises that"),
+        ({"logprobs": 21}, r"logprobs must be from 0 to 20, got 21: LLM\(max_logprobs=…\) raises that"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids must be from 0 to 299, got 300"),
         ({"allowed_token_ids": [3, VOCAB_SIZE]}, "allowed_token_ids must be from 0 to 299, got 300"),

@@ -34,7 +34,7 @@ CACHE_BYTES = 256 << 20
 _OBJECT_BYTES = 4096  # of one that is kept, beside what xgrammar counts
 _THREADS = 4
 _LEFT_ALONE = "nanollm-grammar"  # a thread that may be, and that await_threads waits for
-_MAX_REFUSED = 8  # grammars that took too long and are still being compiled, since that can't be stopped
+_MAX_ABANDONED = 8  # threads that took too long to compile a grammar, or to make its masks, and can't be stopped
 _is_exiting = threading.Event()
 _XGRAMMAR = "0.2.9"
 # Kinds of expression in a serialized grammar, as that version has it: kind, number of words, words.
@@ -176,10 +176,11 @@ class Grammars:
             self._masks = np.empty((len(matchers), -(-self._vocab_size // 32)), np.int32)
         masks = self._masks[: len(matchers)]
         masks[[matcher is None for matcher in matchers]] = -1
-        plain, slow = ([i for i, m in enumerate(matchers) if m is not None and risky[i] is it] for it in (False, True))
-        if plain:
+        made = [i for i, matcher in enumerate(matchers) if matcher is not None]
+        if plain := [i for i in made if not risky[i]]:
             self._filler.fill([matchers[i] for i in plain], masks, plain)
-        return self._risky_masks(matchers, masks, slow) if slow else (masks, [])
+        left = [i for i in made if risky[i]]
+        return self._risky_masks(matchers, masks, left) if left else (masks, [])
 
     def _risky_masks(
         self, matchers: list[Any], masks: NDArray[np.int32], index: list[int]
@@ -213,9 +214,9 @@ class Grammars:
                     return
                 key, grammar, wanted = self._queue.popleft()
                 self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
-                is_full = len(self._abandoned) >= _MAX_REFUSED
+                is_full = len(self._abandoned) >= _MAX_ABANDONED
             if is_full:
-                why = f"{_MAX_REFUSED} that take too long are still being compiled: try again later"
+                why = f"{_MAX_ABANDONED} that take too long are still being compiled: try again later"
                 self._refuse(key, grammar, ValueError(f"structured_outputs.{grammar.kind}: {why}"))
                 continue
             grammar.started = time.monotonic()

@@ -27,7 +27,7 @@ from nanollm.kernels.precompile import compiling_in_parallel, launching_nothing
 from tests.conftest import random_prompt
 from tests.distributed import lockstep
 from tests.kernels import peers
-from tests.test_structured_outputs import all_tokens, save_byte_tokenizer
+from tests.test_structured_outputs import all_tokens, byte_settings
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -376,8 +376,8 @@ def test_grammars_and_filters_give_one_ranks_tokens(
     tiny: Any, tmp_path: Path, ranks_share_gpus: Callable[[int], None], size: int, logprobs_mode: str
 ) -> None:
     ranks_share_gpus(size)
-    model, tokenizer = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4), save_byte_tokenizer(tmp_path)
-    settings = {"device": "cuda", "logprobs_mode": logprobs_mode, "tokenizer": tokenizer, "skip_tokenizer_init": False}
+    model = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4)
+    settings = {"device": "cuda", "logprobs_mode": logprobs_mode} | byte_settings(tmp_path)
     filtered = {"temperature": 0.9, "seed": 3, "max_tokens": 24, "top_p": 0.8, "logprobs": 2}
     rows = [
         SamplingParams(**filtered | some)

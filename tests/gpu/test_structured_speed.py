@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanollm import LLM, SamplingParams
 from tests.conftest import random_prompt
-from tests.test_structured_outputs import all_tokens, save_byte_tokenizer
+from tests.test_structured_outputs import all_tokens, byte_settings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_ROWS, NUM_TOKENS, NUM_TEXT_TOKENS, EOS = 64, 256, 151643, 151645
@@ -80,7 +80,7 @@ def test_grammars_cost_little(tmp_path: Path) -> None:
 def test_grammars_and_processors_give_the_tokens_of_the_cpu(
     tiny: Any, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    tokenizer = {"tokenizer": save_byte_tokenizer(tmp_path), "skip_tokenizer_init": False}
+    tokenizer = byte_settings(tmp_path)
     with tiny("qwen3").llm(device="cpu", **tokenizer) as llm:
         expected = all_tokens(llm)
     with tiny("qwen3").llm(device="cuda", **tokenizer, **settings) as llm:
