@@ -140,6 +140,8 @@ class Scheduler:
                     num_tokens <= len(seq.block_ids) * block_size or self._make_room(seq)
                 ):
                     draft.sequences.append(seq)
+                    if seq.all_logits:  # a last token by itself
+                        draft.num_prompt_logits += 1
             elif seq.num_computed_tokens < num_tokens:
                 chunked.append(seq)
         draft.num_tokens = len(draft.sequences)

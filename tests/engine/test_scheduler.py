@@ -228,6 +228,13 @@ def test_logits_of_all_positions_follow_those_to_sample_from() -> None:
     assert [(seq.request_id, n) for seq, n in step.logit_spans] == [(0, 3)]
 
 
+def test_prompts_get_no_more_logits_in_a_step_than_there_are_rows() -> None:
+    run = Run(max_num_seqs=2)
+    run.add(range(3), all_logits=True, max_tokens=1)
+    run.add(range(20, 22), all_logits=True, max_tokens=1)
+    assert [planned(run.schedule()) for _ in range(3)] == [[(0, 2)], [(0, 1), (1, 1)], [(1, 1)]]
+
+
 @pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.7, -1), (100.0, 2**63 - 1), (1.0, -(2**63))])
 def test_sampling_parameters_travel_as_words(temperature: float, seed: int) -> None:
     engine = Engine()
