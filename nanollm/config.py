@@ -126,10 +126,10 @@ class RopeConfig:
         )
 
 
-def read_token_ids(name: str, value: object) -> tuple[int, ...]:
-    """config.json's eos_token_id: null, one id or a list of them."""
+def read_eos_token_ids(value: object) -> tuple[int, ...]:
+    """eos_token_id of config.json or generation_config.json: null, one id or a list of them."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(check_int(name, token_id, 0, 2**31 - 1) for token_id in ids)
+    return tuple(check_int("eos_token_id", token_id, 0, 2**31 - 1) for token_id in ids)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class ModelConfig:
             o_bias=bias and not qwen2,
             mlp_bias=flag("mlp_bias"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
-            eos_token_ids=read_token_ids("eos_token_id", hf.get("eos_token_id")),
+            eos_token_ids=read_eos_token_ids(hf.get("eos_token_id")),
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanollm.config import NAMED_SHAPES, ModelConfig, read_token_ids
+from nanollm.config import NAMED_SHAPES, ModelConfig, read_eos_token_ids
 from nanollm.models.checkpoint import Checkpoint, DummyCheckpoint, SafetensorsCheckpoint
 from nanollm.models.registry import MODELS
 
@@ -101,7 +101,7 @@ def resolve_model(
         hf_config = gguf_config(path)
     hf_config = _merge(hf_config, overrides)
     config = ModelConfig.from_hf(hf_config)
-    eos = (*config.eos_token_ids, *read_token_ids("eos_token_id", generation_config.get("eos_token_id")))
+    eos = (*config.eos_token_ids, *read_eos_token_ids(generation_config.get("eos_token_id")))
     config = replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
     model_class = MODELS[config.architecture]
     return ModelSource(path, hf_config, config, generation_config, load_format, model_class)
