@@ -123,9 +123,6 @@ class Onlooker:
 
     lm_head = Head()
 
-    def __call__(self, batch: StepBatch) -> Tensor:
-        return self.lm_head(self.hidden(batch))
-
     def hidden(self, batch: StepBatch) -> Hidden:
         self.batch = batch
         return Hidden(torch.zeros(1, 1), None)

@@ -290,7 +290,6 @@ def _config(file: GGUFFile, path: Path) -> dict[str, Any]:
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(dict.fromkeys(token for token in tokens if token is not None)),
         "torch_dtype": "float32",
     }

@@ -54,7 +54,7 @@ class Decoder(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """A StepBatch in, this rank's logits [L, V_r] out. max_position bounds the rotary table.
+    """hidden() takes a StepBatch, lm_head gives this rank's logits [L, V_r]. max_position bounds the rotary table.
 
     A model that differs in its decoder layers only overrides make_layer.
     """
@@ -74,9 +74,6 @@ class Qwen3ForCausalLM(nn.Module):
 
     def make_layer(self, config: ModelConfig, tp: TPGroup) -> nn.Module:
         return DecoderLayer(config, tp, qk_norm=self.qk_norm)
-
-    def forward(self, batch: StepBatch) -> Tensor:
-        return self.lm_head(self.hidden(batch))
 
     def hidden(self, batch: StepBatch) -> Hidden:
         """What the LM head reads, at the tokens whose logits are wanted."""

@@ -177,7 +177,7 @@ class RowState:
         ids = [token_id for token_id in slot_of if allowed is None or token_id in allowed]
         index, slots = self._ours(ids, [slot_of[token_id] for token_id in ids])
         words_V[index] = slots << SLOT_SHIFT
-        index = self._ours(sorted(set(rules.prompt_ids)))[0]
+        index = self._ours(rules.prompt_ids)[0]
         words_V[index] = words_V[index] | -(2**31)
         words_V.index_add_(0, *self._ours(rules.output_ids, [1] * len(rules.output_ids)))
         if rules.bad_words:

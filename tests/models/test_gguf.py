@@ -156,14 +156,13 @@ def test_sixteen_bit_floats_are_not_widened(tmp_path):
 
 def test_config_of_a_llama(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", arch__rope__freq_base=5e5, tokenizer__ggml__eot_token_id=2)
-    hf_config = gguf_config(path)
-    config = ModelConfig.from_hf(hf_config)
+    config = ModelConfig.from_hf(gguf_config(path))
     assert (config.architecture, config.hidden_size, config.intermediate_size) == ("LlamaForCausalLM", HIDDEN, FFN)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
     assert (config.num_layers, config.vocab_size, config.max_position) == (1, VOCAB, 512)
     assert config.rms_norm_eps == pytest.approx(1e-5) and config.rope.theta == 5e5
     assert config.tie_word_embeddings and not config.qkv_bias
-    assert config.eos_token_ids == (1, 2) and hf_config["bos_token_id"] == 0
+    assert config.eos_token_ids == (1, 2)
 
 
 def test_an_output_tensor_or_biases_show_in_the_config(tmp_path):
