@@ -186,6 +186,7 @@ class AsyncLLMEngine:
 
         stream: False yields each output once, when it is finished. timeout: seconds until TimeoutError is raised.
         """
+        self._check_alive()
         mailbox = _Mailbox()
         given = sampling_params or self.get_default_sampling_params()
         arrival_time = time.monotonic()
@@ -246,13 +247,15 @@ class AsyncLLMEngine:
 
     async def in_text_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call it where long texts hold nobody up. EngineDeadError if the engine has ended."""
-        if self.why_dead:
-            raise EngineDeadError(self.why_dead)
+        self._check_alive()
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, function, *arguments)
 
-    def _add(self, message: Add, text: str | None, request: _Request, stream: bool) -> None:
+    def _check_alive(self) -> None:
         if self.why_dead:
             raise EngineDeadError(self.why_dead)
+
+    def _add(self, message: Add, text: str | None, request: _Request, stream: bool) -> None:
+        self._check_alive()
         if self._num_unfinished + request.num_choices > self.capacity:
             raise QueueFullError(
                 f"{self._num_unfinished} sequences run or wait, which is as many as may: try again later"

@@ -236,6 +236,12 @@ def test_bad_engine_arguments_raise_as_in_llm() -> None:
         asyncio.run(AsyncLLMEngine("./nothing").start())
 
 
+@pytest.mark.parametrize("params", [None, LONG])
+def test_before_it_was_started_callers_are_told_to_start_it(params: SamplingParams | None) -> None:
+    with pytest.raises(EngineDeadError, match="was not started"):
+        asyncio.run(last(AsyncLLMEngine("m").generate([1], params)))
+
+
 def test_what_only_the_engine_process_finds_is_the_users_error_too(model: TinyModel) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size 7 doesn't work"):
         asyncio.run(AsyncLLMEngine(model.path, **SETTINGS, tensor_parallel_size=7).start())
