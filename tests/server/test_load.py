@@ -68,6 +68,7 @@ async def soak(server: ServerProcess, answers: dict[str, str], seed: int) -> int
     return sum(await asyncio.gather(*(client_loop(number) for number in range(64))))
 
 
+@pytest.mark.timeout(3 * SOAK_SECONDS + 300)
 def test_after_rounds_of_disconnects_nothing_is_left(server: ServerProcess, answers: dict[str, str]) -> None:
     memory = []
     for seed in range(3):
