@@ -4,8 +4,8 @@ A library's matmul has a program for each tile of outputs, which are too few to 
 small or is one rank's share. Here the input dimension is split too, and whoever reads the result adds the parts up in
 fixed order: the norm that follows, and the kernel that writes K and V, do so at no cost. Gate and up are not split, and
 a program has rows of both, so that it ends with SiLU(gate) * up. The first weights are on their way to the L2 cache
-while the kernel before this one still runs. From about 100 rows on the library multiplies better, but here and there
-better in two halves.
+while the kernel before this one still runs. From about 100 rows on the library multiplies all but small layers better,
+here and there in two halves.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

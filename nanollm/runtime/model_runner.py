@@ -62,7 +62,7 @@ class PendingResult:
 class WaitingStep:
     """A step whose sampling waits for a SamplePlan. logits_r: of its sampled rows. sample: queues it, given logits.
 
-    gathered: on rank 0, whole logits of plan.processed on their way to the host, float32, there once `done`.
+    gathered: whole logits of plan.processed, float32, on their way to the host, which has them once `done`; for rank 0.
     """
 
     plan: StepPlan
