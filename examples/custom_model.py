@@ -25,7 +25,7 @@ class MacaronLayer(DecoderLayer):  # Lu et al., 2019
 
 @register
 class MacaronForCausalLM(Qwen3ForCausalLM):
-    def make_layer(self, config: ModelConfig, tp: TPGroup) -> nn.Module:
+    def make_layer(self, config: ModelConfig, tp: TPGroup, index: int) -> nn.Module:
         return MacaronLayer(config, tp)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from nanollm.sampling_params import check_bool, check_float, check_int
 
-SUPPORTED_ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]  # models.registry adds others
+# models.registry adds others.
+SUPPORTED_ARCHITECTURES = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Measured: long prompts take a fifth less than with 16 on an H200, where a tile of the prefill kernel is one block.
 GPU_BLOCK_SIZE = 64
@@ -38,6 +39,17 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     }
 
 
+def _qwen3_moe(hidden: int, expert: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return _qwen3(hidden, 3 * hidden, layers, heads, tied=False) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_key_value_heads": kv_heads,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert,
+        "norm_topk_prob": True,
+    }
+
+
 # Shapes for load_format="dummy": benchmarks need no file at all.
 NAMED_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
@@ -46,6 +58,8 @@ NAMED_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32, 4),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64, 4),
 }
 
 
@@ -133,6 +147,47 @@ def read_eos_token_ids(value: object) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """A mixture of experts in the place of feed-forward layers: of num_experts of expert_size inner features, a token
+    goes through the num_chosen that its router finds likeliest, weighted by their probabilities.
+
+    normalize: whether the weights of the chosen are scaled to add up to one. dense_layers: those without experts.
+    """
+
+    num_experts: int
+    num_chosen: int
+    expert_size: int
+    normalize: bool
+    dense_layers: frozenset[int]
+
+    @staticmethod
+    def from_hf(hf: Mapping[str, Any], num_layers: int) -> "MoeConfig":
+        """Read Qwen3-MoE's fields, in transformers 4's or 5's names, with its defaults."""
+
+        def size(*names: str, default: int) -> int:
+            found = [(name, hf[name]) for name in names if hf.get(name) is not None]
+            name, value = found[0] if found else (names[0], default)
+            return check_int(f"{name} in config.json", value, 1, 2**31 - 1)
+
+        num_experts = size("num_experts", "num_local_experts", default=128)
+        num_chosen = size("num_experts_per_tok", default=8)
+        if num_chosen > num_experts:
+            raise ValueError(f"num_experts_per_tok {num_chosen} in config.json is more than num_experts {num_experts}")
+        step, named = size("decoder_sparse_step", default=1), hf.get("mlp_only_layers") or []
+        if not isinstance(named, list):
+            raise ValueError(f"mlp_only_layers in config.json must be a list of layers, got {named!r}")
+        dense = {check_int("mlp_only_layers in config.json", layer, 0, 2**31 - 1) for layer in named}
+        dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
+        return MoeConfig(
+            num_experts,
+            num_chosen,
+            expert_size=size("moe_intermediate_size", default=768),
+            normalize=check_bool("norm_topk_prob in config.json", hf.get("norm_topk_prob") or False),
+            dense_layers=frozenset(dense),
+        )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model, from config.json. head_dim is its own setting, never derived when it is given.
 
@@ -156,6 +211,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    moe: MoeConfig | None = None
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> "ModelConfig":
@@ -199,11 +255,12 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even and at most 256, got {head_dim}")
         bias = flag("attention_bias")
         qwen2 = architecture == "Qwen2ForCausalLM"
+        num_layers = size("num_hidden_layers")
         return ModelConfig(
             architecture=architecture,
             hidden_size=hidden_size,
             intermediate_size=size("intermediate_size"),
-            num_layers=size("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -217,6 +274,7 @@ class ModelConfig:
             mlp_bias=flag("mlp_bias"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
             eos_token_ids=read_eos_token_ids(hf.get("eos_token_id")),
+            moe=MoeConfig.from_hf(hf, num_layers) if architecture == "Qwen3MoeForCausalLM" else None,
         )
 
 
@@ -224,7 +282,8 @@ class ModelConfig:
 class EngineConfig:
     """Every engine argument; vLLM's names where it has them. Raises ValueError naming the field, value and range.
 
-    model: a directory, a .gguf file, a hub id, or with load_format="dummy" a named shape (qwen3-0.6b … qwen3-32b).
+    model: a directory, a .gguf file, a hub id, or with load_format="dummy" a named shape (qwen3-0.6b … qwen3-32b,
+        qwen3-30b-a3b, qwen3-235b-a22b).
     tokenizer: where the tokenizer is, when not beside the model.
     dtype: "auto" is float32 on the CPU; on a GPU the checkpoint's 16-bit type (bfloat16 unless it says float16;
         float16 on GPUs without bfloat16).

@@ -26,6 +26,16 @@ VOCAB_SIZE = 300
 DEVICE = os.environ.get("NANOLLM_TEST_DEVICE", "cpu")
 TINY: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
     "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama": {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
 }

@@ -18,8 +18,10 @@ def even_split(n: int, parts: int, unit: int = 1) -> list[range]:
 
 
 def mlp_split(intermediate_size: int, tp: int) -> list[range]:
-    """Split the feed-forward dimension, in units as large as leave no rank idle: aligned shards multiply faster."""
-    unit = 128
+    """Split the feed-forward dimension, in units as large as leave no rank idle: aligned shards multiply faster.
+
+    Units are smaller, down to 32, where all ranks get the same then."""
+    unit = next((unit for unit in (128, 64, 32) if intermediate_size % (unit * tp) == 0), 128)
     while intermediate_size % unit or intermediate_size // unit < tp:
         unit //= 2
         if not unit:

@@ -13,6 +13,7 @@ from nanollm.layers.activation import GatedMLP
 from nanollm.layers.attention import Attention
 from nanollm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanollm.layers.hidden import Hidden
+from nanollm.layers.moe import SparseMLP
 from nanollm.layers.norm import RMSNorm
 from nanollm.layers.rotary import rope_table
 from nanollm.layers.step_batch import StepBatch
@@ -25,12 +26,12 @@ logger = logging.getLogger("nanollm")
 class DecoderLayer(nn.Module):
     """Pre-norm attention, then pre-norm feed-forward, each adding to the residual stream."""
 
-    def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool) -> None:
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, qk_norm: bool, sparse: bool = False) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, tp, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config, tp)
+        self.mlp = SparseMLP(config, tp) if sparse else GatedMLP(config, tp)
 
     def forward(self, hidden: Hidden, batch: StepBatch, rope_PH: Tensor) -> Hidden:
         hidden = self.self_attn(self.input_layernorm(hidden), batch, rope_PH)
@@ -64,7 +65,7 @@ class Qwen3ForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig, tp: TPGroup, max_position: int) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, tp, (self.make_layer(config, tp) for _ in range(config.num_layers)))
+        self.model = Decoder(config, tp, (self.make_layer(config, tp, i) for i in range(config.num_layers)))
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to=tied)
         # Made on the CPU on purpose: the same table whatever the device and dtype.
@@ -72,7 +73,7 @@ class Qwen3ForCausalLM(nn.Module):
             rope_PH = rope_table(config.rope, config.head_dim, max_position)
         self.rope_PH = nn.Buffer(rope_PH.to(self.lm_head.weight.device), persistent=False)
 
-    def make_layer(self, config: ModelConfig, tp: TPGroup) -> nn.Module:
+    def make_layer(self, config: ModelConfig, tp: TPGroup, index: int) -> nn.Module:
         return DecoderLayer(config, tp, qk_norm=self.qk_norm)
 
     def hidden(self, batch: StepBatch) -> Hidden:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # "module:Class": a name reaches ranks in other processes, which import it.
 MODELS = {
     "Qwen3ForCausalLM": "nanollm.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "nanollm.models.qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen2ForCausalLM": "nanollm.models.qwen2:Qwen2ForCausalLM",
     "LlamaForCausalLM": "nanollm.models.llama:LlamaForCausalLM",
 }

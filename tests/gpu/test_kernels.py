@@ -171,6 +171,13 @@ def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     checks.check_silu_mul(num_tokens, size, device="cuda", dtype=dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 300, 1000, 3000])
+@pytest.mark.parametrize(("size", "inner"), [(512, 192), (208, 80)])
+def test_sparse_mlp(num_tokens: int, size: int, inner: int, dtype: torch.dtype) -> None:
+    checks.check_sparse_mlp(num_tokens, size, inner, 32, 6, device="cuda", dtype=dtype)
+
+
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (9, 80), (500, 5120)])
 def test_embedding(num_tokens: int, size: int) -> None:
     checks.check_embedding(num_tokens, size, device="cuda", dtype=torch.bfloat16)

@@ -23,6 +23,7 @@ from nanollm.kernels.prepare_decode import (
 from nanollm.kernels.qkv_to_cache import _qkv_to_cache_triton, qkv_to_cache_reference
 from nanollm.kernels.rms_norm import _rms_norm_triton, add_rms_norm_reference, rms_norm_reference
 from nanollm.kernels.silu_mul import _silu_mul_triton, silu_mul_reference
+from nanollm.kernels.sparse_mlp import _sparse_mlp_triton, sparse_mlp_reference
 from nanollm.kernels.split_matmul import Tiles, _split_matmul_gpu, split_matmul_reference
 
 # Relative error of a result that is rounded once, and of one whose softmax weights are rounded too.
@@ -190,6 +191,24 @@ def check_silu_mul(num_tokens: int, size: int, *, device: str, dtype: torch.dtyp
     torch.manual_seed(0)
     gate_up = randn(num_tokens, 2 * size, device=device, dtype=dtype)
     assert_close(_silu_mul_triton(gate_up), silu_mul_reference(gate_up.double()), TOLERANCE[dtype])
+
+
+def check_sparse_mlp(
+    num_tokens: int, size: int, inner: int, num_experts: int, num_chosen: int, *, device: str, dtype: torch.dtype
+) -> None:
+    """Twice, since the counts must be zeros again; one token finds all experts equal, and takes the first."""
+    torch.manual_seed(0)
+    x, logits = (randn(num_tokens, n, device=device, dtype=dtype) for n in (size, num_experts))
+    logits[0] = 1.0
+    gate_up = randn(num_experts, 2 * inner, size, device=device, dtype=dtype) / size**0.5
+    down = randn(num_experts, size, inner, device=device, dtype=dtype) / inner**0.5
+    count = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    for normalize in (True, False):
+        chosen = x.double(), logits, gate_up.double(), down.double(), num_chosen
+        expected = sparse_mlp_reference(*chosen, normalize=normalize)
+        parts = _sparse_mlp_triton(x, logits, gate_up, down, count, num_chosen, normalize=normalize)
+        assert parts.shape == (num_chosen, num_tokens, size) and not count.any()
+        assert_close(parts.double().sum(0), expected, TOLERANCE[dtype])
 
 
 def check_embedding(num_tokens: int, size: int, *, device: str, dtype: torch.dtype) -> None:

@@ -120,6 +120,15 @@ def test_silu_mul(num_tokens: int, size: int) -> None:
     checks.check_silu_mul(num_tokens, size, **ON_CPU)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "inner", "num_experts", "num_chosen"),
+    [(1, 64, 48, 8, 3), (33, 80, 40, 6, 6), (200, 64, 32, 5, 2), (600, 32, 16, 4, 1), (3, 48, 16, 1, 1)],
+)
+def test_sparse_mlp(num_tokens: int, size: int, inner: int, num_experts: int, num_chosen: int) -> None:
+    """Blocks of 16 to 128 rows, and more pairs than one program places."""
+    checks.check_sparse_mlp(num_tokens, size, inner, num_experts, num_chosen, **ON_CPU)
+
+
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (9, 80), (5, 1500)])
 def test_embedding(num_tokens: int, size: int) -> None:
     checks.check_embedding(num_tokens, size, **ON_CPU)

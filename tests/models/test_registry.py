@@ -13,7 +13,7 @@ from nanollm.models.qwen3 import DecoderLayer, Qwen3ForCausalLM
 
 
 class PlainForCausalLM(Qwen3ForCausalLM):
-    def make_layer(self, config: ModelConfig, tp: TPGroup) -> nn.Module:
+    def make_layer(self, config: ModelConfig, tp: TPGroup, index: int) -> nn.Module:
         return DecoderLayer(config, tp, qk_norm=False)
 
 

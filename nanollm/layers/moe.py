@@ -1,0 +1,55 @@
+"""The feed-forward layer as a mixture of experts, each split over ranks by its inner dimension (Fedus et al., 2021)."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanollm.config import ModelConfig
+from nanollm.distributed.partition import mlp_split
+from nanollm.distributed.tp_group import TPGroup
+from nanollm.kernels.one_row_matmul import one_row_matmul, suits_one_row
+from nanollm.kernels.sparse_mlp import sparse_mlp
+from nanollm.layers.hidden import Hidden
+from nanollm.layers.weights import TensorPart
+
+
+class SparseMLP(nn.Module):
+    """A router and SwiGLU experts: Hidden in, Hidden out, with the sum over ranks pending.
+
+    Every rank has the whole router and a share of every expert, so that all have the same work whatever is chosen:
+    gate_up_EGD [E, 2 F_r, D], gate then up, and down_EDF [E, D, F_r].
+    """
+
+    def __init__(self, config: ModelConfig, tp: TPGroup) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe, self.tp = config.moe, tp
+        size, num_experts = config.hidden_size, self.moe.num_experts
+        self.kept = mlp_split(self.moe.expert_size, tp.size)[tp.rank]
+        inner = len(self.kept)
+        self.gate_ED = nn.Parameter(torch.empty(num_experts, size), requires_grad=False)
+        self.gate_up_EGD = nn.Parameter(torch.empty(num_experts, 2 * inner, size), requires_grad=False)
+        self.down_EDF = nn.Parameter(torch.empty(num_experts, size, inner), requires_grad=False)
+        self.count_E = nn.Buffer(torch.zeros(num_experts, dtype=torch.int32), persistent=False)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        x_TD, residual_TD = hidden.resolve(self.tp)
+        one_row = suits_one_row(len(x_TD), self.gate_ED)
+        logits_TE = one_row_matmul(x_TD, self.gate_ED) if one_row else F.linear(x_TD, self.gate_ED)
+        num_chosen, normalize = self.moe.num_chosen, self.moe.normalize
+        y = sparse_mlp(x_TD, logits_TE, self.gate_up_EGD, self.down_EDF, self.count_E, num_chosen, normalize=normalize)
+        return Hidden(residual_TD, y)
+
+    def tensor_parts(self, path: str) -> list[TensorPart]:
+        (num_experts, size), inner, whole = self.gate_ED.shape, len(self.kept), self.moe.expert_size
+        all_D, kept_F = slice(0, size), slice(self.kept.start, self.kept.stop)
+        parts = [TensorPart(f"{path}.gate.weight", (num_experts, size), (slice(0, num_experts), all_D), self.gate_ED)]
+        for expert in range(num_experts):
+            gate_FD, up_FD = self.gate_up_EGD[expert].split(inner)
+            name = f"{path}.experts.{expert}"
+            parts += [
+                TensorPart(f"{name}.gate_proj.weight", (whole, size), (kept_F, all_D), gate_FD),
+                TensorPart(f"{name}.up_proj.weight", (whole, size), (kept_F, all_D), up_FD),
+                TensorPart(f"{name}.down_proj.weight", (size, whole), (all_D, kept_F), self.down_EDF[expert]),
+            ]
+        return parts
