@@ -59,7 +59,7 @@ def main() -> int:
         share = floors[kind] / seconds[kind]
         print(f"{name:<24}  {1e3 * seconds[kind]:7.1f} ms a step, {share:.0%} of the floor; {claim}")
     print(
-        f"(floor: {cost.weight_bytes / 1e6:.0f} MB of weights at {rates.bytes_per_second / 1e9:.1f} GB/s, or their "
+        f"(floor: {cost.weight_bytes() / 1e6:.0f} MB of weights at {rates.bytes_per_second / 1e9:.1f} GB/s, or their "
         f"operations at {rates.flops_per_second / 1e9:.0f} GFLOP/s; {rates.source})"
     )
     if args.json:

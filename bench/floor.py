@@ -1,9 +1,10 @@
 """How fast could it be? The time that a workload's bytes and operations take at the rates the hardware really reaches.
 
 A decode step reads every weight once, and all keys and values of the sequences it advances; it multiplies each weight
-with each of its rows. Reading the weights and multiplying overlap, so the longer of the two counts; the KV cache comes
-on top. A prompt costs its operations: 2 for each weight of the layers and token, and those of causal attention. Nothing
-else is counted (no launch, no communication, no sampling), so no engine gets there.
+with each of its rows. Of a mixture of experts it reads those that its rows choose, as many as when all are as likely.
+Reading the weights and multiplying overlap, so the longer of the two counts; the KV cache comes on top. A prompt costs
+its operations: 2 for each weight of the layers and token, and those of causal attention. Nothing else is counted (no
+launch, no communication, no sampling), so no engine gets there.
 """
 
 import time
@@ -31,32 +32,55 @@ H200 = Rates(4.15e12, 790e12, "rates measured on an H200 in bfloat16")
 class ModelCost:
     """What a model costs, of its whole or of all ranks together.
 
-    layer_weights, head_weights: how many there are in matrix multiplications; an input embedding of its own is only
-    looked up. value_bytes: bytes of a weight, and of a value in the KV cache.
+    dense_weights, head_weights: how many there are in matrix multiplications of every token; an input embedding of its
+    own is only looked up. expert_weights: of one expert in every layer that has some, of which a token goes through
+    num_chosen of num_experts. value_bytes: bytes of a weight, and of a value in the KV cache.
     """
 
-    layer_weights: int
+    dense_weights: int
     head_weights: int
     kv_values_per_token: int
     attention_flops_per_pair: int  # of one query token and one key token, all layers
     value_bytes: int
+    expert_weights: int = 0
+    num_experts: int = 1
+    num_chosen: int = 0
 
     @staticmethod
     def of(config: ModelConfig, value_bytes: int = 2) -> "ModelCost":
         size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
         attention = size * config.head_dim * (2 * heads + 2 * kv_heads)
+        num_sparse, moe = 0, config.moe
+        if moe is not None:
+            num_sparse = len(set(range(config.num_layers)) - moe.dense_layers)
+        feed_forward = 3 * size * config.intermediate_size * (config.num_layers - num_sparse)
+        experts = {}
+        if moe is not None:
+            feed_forward += num_sparse * size * moe.num_experts  # the router
+            experts = {
+                "expert_weights": num_sparse * 3 * size * moe.expert_size,
+                "num_experts": moe.num_experts,
+                "num_chosen": moe.num_chosen,
+            }
         return ModelCost(
-            layer_weights=config.num_layers * (attention + 3 * size * config.intermediate_size),
+            dense_weights=config.num_layers * attention + feed_forward,
             head_weights=config.vocab_size * size,
             kv_values_per_token=config.num_layers * 2 * kv_heads * config.head_dim,
             attention_flops_per_pair=config.num_layers * heads * config.head_dim * 4,
             value_bytes=value_bytes,
+            **experts,
         )
 
     @property
-    def weight_bytes(self) -> int:
-        """Read in every step."""
-        return (self.layer_weights + self.head_weights) * self.value_bytes
+    def layer_weights(self) -> int:
+        """That a token is multiplied with, without the head's."""
+        return self.dense_weights + self.num_chosen * self.expert_weights
+
+    def weight_bytes(self, num_rows: int = 1) -> float:
+        """Read in a step of so many rows."""
+        read_experts = self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_rows)
+        weights = self.dense_weights + self.head_weights + read_experts * self.expert_weights
+        return weights * self.value_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -68,7 +92,7 @@ class ModelCost:
 
     def decode_seconds(self, contexts: Sequence[int], rates: Rates, num_devices: int = 1) -> float:
         """One step that advances a sequence for each entry of `contexts`, its length so far."""
-        reading = self.weight_bytes / rates.bytes_per_second
+        reading = self.weight_bytes(len(contexts)) / rates.bytes_per_second
         multiplying = 2 * (self.layer_weights + self.head_weights) * len(contexts) / rates.flops_per_second
         kv_cache = sum(contexts) * self.kv_bytes_per_token / rates.bytes_per_second
         return (max(reading, multiplying) + kv_cache) / num_devices

@@ -31,6 +31,7 @@ from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
 from nanollm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanollm.kernels.silu_mul import silu_mul, silu_mul_reference
+from nanollm.kernels.sparse_mlp import sparse_mlp
 from nanollm.kernels.threshold import _threshold_triton, threshold
 from nanollm.kernels.tile_stats import _tile_stats_triton, tile_stats
 from nanollm.kernels.token_rules import RowLogits, SamplerState
@@ -240,6 +241,25 @@ def elementwise_cases() -> Iterator[Case]:
             {
                 "nanollm": lambda i, ids=ids: embedding(ids[i], weight, 0, 151936),
                 "torch": lambda i, ids=ids: embedding_reference(ids[i], weight, 0, 151936),
+            },
+        )  # fmt: skip
+
+
+def expert_cases() -> Iterator[Case]:
+    """The experts of a layer of Qwen3-30B-A3B; one copy of them exceeds the cache."""
+    size, inner, num_experts, num_chosen = 2048, 768, 128, 8
+    gate_up, down = randn(num_experts, 2 * inner, size) / 45, randn(num_experts, size, inner) / 28
+    count = torch.zeros(num_experts, dtype=torch.int32, device="cuda")
+    for tokens in (1, 8, 32, 128, 256, 1024, 8192):
+        x, logits = randn(tokens, size), randn(64, tokens, num_experts)
+        chosen = len(logits[0].topk(num_chosen).indices.unique())
+        num_bytes = chosen * 3 * size * inner * 2 + 2 * tokens * size * 2
+        yield Case(
+            f"experts of {tokens}", num_bytes, tokens * num_chosen * 3 * size * inner * 2, 64,
+            {
+                "nanollm": lambda i, x=x, logits=logits: sparse_mlp(
+                    x, logits[i], gate_up, down, count, num_chosen, normalize=True
+                )
             },
         )  # fmt: skip
 
@@ -454,6 +474,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "qkv": qkv_cases,
     "elementwise": elementwise_cases,
     "one_row": one_row_cases,
+    "experts": expert_cases,
     "sampling": sampling_cases,
 }
 VARIANTS: dict[str, Callable[[], Iterator[Case]]] = {

@@ -91,9 +91,11 @@ def linears(name: str, tp: int) -> Iterator[Linear]:
     config, alone = NAMED_SHAPES[name], tp == 1
     size, head_dim = config["hidden_size"], config["head_dim"]
     heads = HeadPartition(config["num_attention_heads"], config["num_key_value_heads"], tp, 0)
-    inner = len(mlp_split(config["intermediate_size"], tp)[0])
     yield Linear((len(heads.heads) + 2 * len(heads.kv_heads)) * head_dim, size, norm=alone)
     yield Linear(size, len(heads.heads) * head_dim, residual=alone)
+    if "num_experts" in config:  # which have a kernel of their own
+        return
+    inner = len(mlp_split(config["intermediate_size"], tp)[0])
     yield Linear(2 * inner, size, norm=alone, gated=True)
     yield Linear(size, inner, residual=alone)
 

@@ -160,19 +160,47 @@ def test_head_dim_of_a_qwen3_that_does_not_say_is_transformers_default():
 @pytest.mark.parametrize("name", NAMED_SHAPES)
 def test_named_shapes_are_whole_configs(name):
     config = ModelConfig.from_hf(NAMED_SHAPES[name])
+    inner = config.intermediate_size if config.moe is None else config.moe.num_experts * config.moe.expert_size
     matrices = (
         config.num_layers
         * config.hidden_size
-        * (2 * config.head_dim * (config.num_heads + config.num_kv_heads) + 3 * config.intermediate_size)
+        * (2 * config.head_dim * (config.num_heads + config.num_kv_heads) + 3 * inner)
     )
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    billions = float(name.removeprefix("qwen3-").removesuffix("b"))
+    billions = float(name.split("-")[1].removesuffix("b"))
     assert (matrices + embeddings) / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+MOE = NAMED_SHAPES["qwen3-30b-a3b"]
+
+
+def test_experts_in_the_names_of_transformers_4_and_5():
+    moe = ModelConfig.from_hf(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}).moe
+    assert (moe.num_experts, moe.num_chosen, moe.expert_size, moe.normalize) == (128, 8, 768, True)
+    assert moe.dense_layers == {1, *range(0, 48, 2)}
+    renamed = {name: value for name, value in MOE.items() if name != "num_experts"} | {"num_local_experts": 64}
+    assert ModelConfig.from_hf(renamed).moe.num_experts == 64
+    assert ModelConfig.from_hf(QWEN3).moe is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 in config.json is more than num_experts 128"),
+        ({"num_experts": 0}, "num_experts in config.json must be"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers in config.json must be a list of layers, got 3"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers in config.json must be"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob in config.json must be"),
+    ],
+)
+def test_experts_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(MOE | wrong)
 
 
 @pytest.mark.parametrize("architectures", [["Gemma3ForCausalLM"], ["BertModel"], [], None, "BertModel", [3], {}])
 def test_unsupported_architecture_lists_the_supported_ones(architectures):
-    message = "is not supported; supported: Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM"
+    message = "is not supported; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM"
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(QWEN3 | {"architectures": architectures})
 

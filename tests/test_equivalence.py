@@ -19,7 +19,7 @@ from tests.conftest import DEVICE, VOCAB_SIZE, hf_greedy, random_prompt
 
 GREEDY_64 = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 LENGTHS = (1, 2, 15, 16, 17, 33, 64)
-KINDS = ("qwen3", "qwen2", "llama")
+KINDS = ("qwen3", "qwen3_moe", "qwen2", "llama")
 
 
 def tokens(outputs: list[Any]) -> list[list[int]]:
@@ -36,6 +36,16 @@ def test_logits_at_every_position_and_greedy_tokens_equal_transformers(tiny: Any
             torch.testing.assert_close(logits, model.logits(prompt), atol=1e-4, rtol=0)
         outputs = llm.generate(prompts, GREEDY_64, use_tqdm=False)
     assert tokens(outputs) == [model.greedy(prompt, 64) for prompt in prompts]
+
+
+def test_layers_without_experts_and_weights_that_are_not_normalized(tiny: Any) -> None:
+    model = tiny("qwen3_moe", norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3])
+    prompt = random_prompt(20)
+    with model.llm() as llm:
+        (logits,) = llm.compute_logits([prompt])
+        kinds = [type(layer.mlp).__name__ for layer in llm._executor.runner.model.model.layers]
+    assert kinds == ["GatedMLP", "SparseMLP", "GatedMLP", "GatedMLP"]
+    torch.testing.assert_close(logits, model.logits(prompt), atol=1e-4, rtol=0)
 
 
 def test_a_head_of_its_own_counts_where_config_json_says_it_is_tied(tiny: Any, tmp_path: Path) -> None:

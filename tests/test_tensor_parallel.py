@@ -28,6 +28,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
     "8 KV heads": ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 301}, [3, 5, 8]),
     "4 KV heads": ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4}, [6, 7, 8]),
     "QKV bias, tied": ("qwen2", {"vocab_size": 1000}, [2, 3]),
+    "experts": ("qwen3_moe", {"num_attention_heads": 8}, [2, 3, 5]),
     "all biases": ("llama", {"attention_bias": True, "mlp_bias": True}, [2, 4]),
 }
 

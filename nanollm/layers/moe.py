@@ -40,6 +40,12 @@ class SparseMLP(nn.Module):
         y = sparse_mlp(x_TD, logits_TE, self.gate_up_EGD, self.down_EDF, self.count_E, num_chosen, normalize=normalize)
         return Hidden(residual_TD, y)
 
+    @property
+    def idle_weights(self) -> int:
+        """Of the experts that a token doesn't go through."""
+        num_experts, per_expert = self.moe.num_experts, self.gate_up_EGD[0].numel() + self.down_EDF[0].numel()
+        return (num_experts - self.moe.num_chosen) * per_expert
+
     def tensor_parts(self, path: str) -> list[TensorPart]:
         (num_experts, size), inner, whole = self.gate_ED.shape, len(self.kept), self.moe.expert_size
         all_D, kept_F = slice(0, size), slice(self.kept.start, self.kept.stop)

@@ -81,12 +81,22 @@ class Qwen3ForCausalLM(nn.Module):
         hidden = self.model(batch, self.rope_PH)
         return hidden if batch.logit_rows_L is None else hidden.rows(batch.logit_rows_L)
 
+    def weights_per_token(self) -> int:
+        """How many of this rank's weights a token is multiplied with in a layer, in the one where they are the most."""
+
+        def weights(layer: nn.Module) -> int:
+            idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP))
+            return sum(parameter.numel() for parameter in layer.parameters()) - idle
+
+        return max(map(weights, self.model.layers))
+
     @contextmanager
-    def two_layers(self) -> Iterator[None]:
-        """Inside, the model ends after its second layer, and still launches every kind of kernel that it has: the first
-        layer has no residual to add to, the others are as the second. Override this if they aren't."""
+    def few_layers(self) -> Iterator[None]:
+        """Inside, the model has its first layer, which has no residual to add to, and one more of each kind, and still
+        launches every kind of kernel that it has. Layers of the same modules are of a kind; override this if not."""
         layers = self.model.layers
-        self.model.layers = layers[:2]
+        kinds = {tuple(map(type, layer.modules())): layer for layer in layers[1:]}
+        self.model.layers = nn.ModuleList([layers[0], *kinds.values()])
         try:
             yield
         finally:

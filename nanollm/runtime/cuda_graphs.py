@@ -166,7 +166,7 @@ class DecodeSteps:
         sizes = sorted(sizes, reverse=True)
         captured = list(Filters) if self._sampler.tp.size == 1 else [Filters.NONE]
         # All runs once before: that sets libraries up, which capture can't. Sampling has none that depend on the size.
-        with self._model.two_layers():
+        with self._model.few_layers():
             for size in sizes:
                 self._forward(size)
         for filters in captured:

@@ -29,7 +29,7 @@ def longest_padded(layer_weights: int, max_num_batched_tokens: int) -> int:
     """Up to how many tokens steps are padded and captured: where launching takes longer than computing.
 
     A layer's launches take a CPU about 0.4 ms, in which a GPU multiplies 0.15e12 numbers.
-    layer_weights: how many weights of a layer this rank has.
+    layer_weights: how many weights of a layer each token is multiplied with on this rank.
     """
     return min(max(_MIN_PADDED, 150_000_000_000 // layer_weights), padded_length(max_num_batched_tokens))
 

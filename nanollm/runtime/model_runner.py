@@ -129,8 +129,7 @@ class ModelRunner:
         on_gpu = self.attention_backend.name != "torch"
         capture = on_gpu and tp.capturable and not config.enforce_eager
         self.captured = sizes if capture else []
-        layer_weights = sum(parameter.numel() for parameter in self.model.model.layers[0].parameters())
-        max_padded = longest_padded(layer_weights, config.max_num_batched_tokens) if on_gpu else 0
+        max_padded = longest_padded(self.model.weights_per_token(), config.max_num_batched_tokens) if on_gpu else 0
         self.mixed = MixedSteps(self.model, self.rows, sampler, num_rows, max_padded, capture=capture)
         if device.type == "cuda":
             largest, small_cache = self._largest_step()
@@ -185,7 +184,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _compile(self, largest: StepPlan) -> None:
         """Go through every kind of step without computing it, so that its kernels compile while the weights load."""
-        with self.model.two_layers(), launching_nothing():
+        with self.model.few_layers(), launching_nothing():
             self.mixed.launch_all(largest)
             self.decode.launch_all()
 

@@ -52,8 +52,17 @@ def test_workload_w_is_the_published_one() -> None:
 @pytest.mark.parametrize("shape", BYTES)
 def test_bytes_of_weights_and_of_a_token(shape: str) -> None:
     gigabytes, kilobytes = BYTES[shape]
-    assert cost_of(shape).weight_bytes == pytest.approx(gigabytes * 1e9, rel=0.005)
+    assert cost_of(shape).weight_bytes() == pytest.approx(gigabytes * 1e9, rel=0.005)
     assert cost_of(shape).kv_bytes_per_token == kilobytes * 1024
+
+
+def test_experts_are_read_as_often_as_they_are_chosen() -> None:
+    cost = cost_of("qwen3-30b-a3b")
+    billions = cost.layer_weights / 1e9, cost.weight_bytes(10_000) / 2e9
+    assert billions == (pytest.approx(2.72, rel=0.01), pytest.approx(30.2, rel=0.01))  # of the model's 3.3 and 30.5
+    assert cost.weight_bytes(1) == 2 * (cost.layer_weights + cost.head_weights)
+    both = 1 - (1 - 8 / 128) ** 2  # of the experts, by one row or the other
+    assert cost.weight_bytes(2) - cost.weight_bytes(1) == pytest.approx(2 * cost.expert_weights * (128 * both - 8))
 
 
 @pytest.mark.parametrize(("shape", "num_gpus", "num_sequences"), STEP_FLOORS)

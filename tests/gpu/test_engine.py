@@ -13,7 +13,7 @@ from tests.conftest import VARIED, random_prompt
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, overlap: bool) -> None:
     prompts = [random_prompt(length, seed=9) for length in (1, 15, 16, 17, 60)]
