@@ -3,8 +3,8 @@
 A decode step reads every weight once, and all keys and values of the sequences it advances; it multiplies each weight
 with each of its rows. Of a mixture of experts it reads those that its rows choose, as many as when all are as likely.
 Reading the weights and multiplying overlap, so the longer of the two counts; the KV cache comes on top. A prompt costs
-its operations: 2 for each weight of the layers and token, and those of causal attention. Nothing else is counted (no
-launch, no communication, no sampling), so no engine gets there.
+its operations, 2 for each weight of the layers and token and those of causal attention, or reading the weights. Nothing
+else is counted (no launch, no communication, no sampling), so no engine gets there.
 """
 
 import time
@@ -98,7 +98,9 @@ class ModelCost:
         return (max(reading, multiplying) + kv_cache) / num_devices
 
     def prompt_seconds(self, lengths: Sequence[int], rates: Rates, num_devices: int = 1) -> float:
-        return sum(map(self.prompt_flops, lengths)) / rates.flops_per_second / num_devices
+        """Of prompts computed together."""
+        reading = self.weight_bytes(sum(lengths)) / rates.bytes_per_second
+        return max(sum(map(self.prompt_flops, lengths)) / rates.flops_per_second, reading) / num_devices
 
 
 def workload_steps(

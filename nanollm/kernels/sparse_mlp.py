@@ -1,9 +1,10 @@
 """A mixture of experts (Shazeer et al., 2017): each token through a few of many feed-forward layers.
 
 Four kernels: `route` lets each token choose its experts and take a number in each one's queue; `place` lines the queues
-up, each from the start of a block of rows on, so that a block's rows share their expert; then a matmul with gate and up
-that ends with SiLU(gate) * up, and one with down that ends with the token's weight for this expert. What a token's
-experts give is left in parts that are still to be added up: whoever reads them does so at no cost.
+up, each from the start of a block of rows on, so that a block's rows share their expert (one token alone needs none);
+then a matmul with gate and up that ends with SiLU(gate) * up, and one with down that ends with the token's weight for
+this expert. What a token's experts give is left in parts that are still to be added up: whoever reads them does so at
+no cost.
 
 Which number a token gets in a queue depends on which program comes first, but no output does: a row of a matmul doesn't
 depend on the rows beside it. All sizes are those of the step's number of tokens, so CUDA graphs can hold them.
@@ -55,21 +56,26 @@ class Cut:
     num_warps: int
 
     @staticmethod
-    def of(num_pairs: int, num_experts: int, itemsize: int, shared_bytes: int) -> "Cut":
-        """num_pairs: tokens times experts chosen. Blocks hold about what an expert gets on average, or twice that."""
+    def of(num_pairs: int, num_experts: int, inner: int, itemsize: int, shared_bytes: int) -> "Cut":
+        """num_pairs: tokens times experts chosen. Blocks hold about what an expert gets on average, or twice that; the
+        rest as measured on an H200."""
         average = num_pairs // num_experts
         rows = next((rows for rows in (16, 32, 64) if average < rows), 128)
-        outs, chunk, num_warps = (128, 64, 8) if rows == 128 else (32, 128, 4)
-        stages = 4
+        if rows == 128:
+            outs, chunk, num_warps = 128, 64, 8
+        else:
+            outs, chunk, num_warps = (64, 64, 4) if rows == 64 or inner % 128 else (32, 128, 4)
+        chunk, stages = chunk // max(itemsize // 2, 1), 4
         while stages > 2 and stages * chunk * (rows + 2 * outs) * itemsize > shared_bytes - 2048:
             stages -= 1
-        return Cut(rows, outs, chunk // max(itemsize // 2, 1), stages, num_warps)
+        return Cut(rows, outs, chunk, stages, num_warps)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _route_kernel(
-    weight_TC, id_TC, turn_TC, count_E, logits_TE, num_experts,
-    NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+    weight_TC, id_TC, turn_TC, count_E, pair_S, expert_B, end_B, logits_TE, num_experts,
+    NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert_E, choice_C = tl.arange(0, EXPERTS), tl.arange(0, LANES)
@@ -90,6 +96,11 @@ def _route_kernel(
     inside = choice_C < CHOSEN
     at = token * CHOSEN + choice_C
     tl.store(weight_TC + at, weight, mask=inside)
+    if ALONE:  # then nothing is left to place: each choice has a block
+        tl.store(pair_S + choice_C * ROWS, choice_C, mask=inside)
+        tl.store(expert_B + choice_C, chosen, mask=inside)
+        tl.store(end_B + choice_C, choice_C * ROWS + 1, mask=inside)
+        return
     tl.store(id_TC + at, chosen, mask=inside)
     tl.store(turn_TC + at, tl.atomic_add(count_E + chosen, 1, mask=inside, sem="relaxed"), mask=inside)
 
@@ -231,7 +242,7 @@ def _sparse_mlp_triton(
 ) -> Tensor:
     (num_tokens, size), (num_experts, _, inner) = x_TD.shape, down_EDF.shape
     num_pairs = num_tokens * num_chosen
-    cut = Cut.of(num_pairs, num_experts, x_TD.element_size(), gpu(x_TD.device).shared_bytes)
+    cut = Cut.of(num_pairs, num_experts, inner, x_TD.element_size(), gpu(x_TD.device).shared_bytes)
     num_blocks = min(num_pairs, num_pairs // cut.rows + num_experts)  # at most: each expert's last one is not full
     pdl = overlap(x_TD.device)
 
@@ -239,16 +250,18 @@ def _sparse_mlp_triton(
         return x_TD.new_empty(shape, dtype=dtype)
 
     weight_TC, id_TC, turn_TC = new(num_tokens, num_chosen, dtype=torch.float32), new(num_pairs), new(num_pairs)
+    pair_S, expert_B, end_B = new(num_blocks * cut.rows), new(num_blocks), new(num_blocks)
     experts = power_of_2(num_experts)
     _route_kernel[(num_tokens,)](
-        weight_TC, id_TC, turn_TC, count_E, logits_TE.contiguous(), num_experts,
-        NORMALIZE=normalize, CHOSEN=num_chosen, LANES=power_of_2(num_chosen), EXPERTS=experts, num_warps=1, **pdl,
+        weight_TC, id_TC, turn_TC, count_E, pair_S, expert_B, end_B, logits_TE.contiguous(), num_experts,
+        NORMALIZE=normalize, CHOSEN=num_chosen, LANES=power_of_2(num_chosen), EXPERTS=experts, ROWS=cut.rows,
+        ALONE=num_tokens == 1, num_warps=1, **pdl,
     )  # fmt: skip
-    pair_S, expert_B, end_B = new(num_blocks * cut.rows), new(num_blocks), new(num_blocks)
-    _place_kernel[(-(-num_pairs // _PLACE_TILE),)](
-        pair_S, expert_B, end_B, id_TC, turn_TC, count_E, num_pairs, num_experts, num_blocks,
-        ROWS=cut.rows, EXPERTS=experts, TILE=_PLACE_TILE, num_warps=4, **pdl,
-    )  # fmt: skip
+    if num_tokens > 1:
+        _place_kernel[(-(-num_pairs // _PLACE_TILE),)](
+            pair_S, expert_B, end_B, id_TC, turn_TC, count_E, num_pairs, num_experts, num_blocks,
+            ROWS=cut.rows, EXPERTS=experts, TILE=_PLACE_TILE, num_warps=4, **pdl,
+        )  # fmt: skip
     shape = {"CHOSEN": num_chosen, "ROWS": cut.rows, "OUTS": cut.outs, "CHUNK": cut.chunk, "STAGES": cut.stages}
     h_SF = new(num_blocks * cut.rows, inner, dtype=x_TD.dtype)
     _gate_up_kernel[(-(-inner // cut.outs), num_blocks)](

@@ -346,13 +346,13 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("kind", "size"), [("qwen3", 2), ("qwen3", 3), ("qwen3", 4), ("qwen3_moe", 2)])
 def test_engines_give_one_ranks_tokens_with_and_without_graphs(
-    tiny: Any, ranks_share_gpus: Callable[[int], None], size: int
+    tiny: Any, ranks_share_gpus: Callable[[int], None], kind: str, size: int
 ) -> None:
     """One engine after the other, in one process whose workers are new ones each time."""
     ranks_share_gpus(size)
-    model = tiny("qwen3", num_attention_heads=8, num_key_value_heads=4)
+    model = tiny(kind, num_attention_heads=8, num_key_value_heads=4)
     settings = {"device": "cuda", "max_num_seqs": 4}
     with model.llm(**settings) as llm:
         expected = [tokens(llm, GREEDY), tokens(llm, SEEDED)]
