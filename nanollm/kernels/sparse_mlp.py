@@ -105,7 +105,7 @@ def _route_kernel(
     tl.store(turn_TC + at, tl.atomic_add(count_E + chosen, 1, mask=inside, sem="relaxed"), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def _place_kernel(
     pair_S, expert_B, end_B, id_P, turn_P, count_E, num_pairs, num_experts, num_blocks,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
