@@ -4,7 +4,7 @@ A decode step reads every weight once, and all keys and values of the sequences 
 with each of its rows. Of a mixture of experts it reads those that its rows choose, as many as when all are as likely.
 Reading the weights and multiplying overlap, so the longer of the two counts; the KV cache comes on top. A prompt costs
 its operations, 2 for each weight of the layers and token and those of causal attention, or reading the weights. Nothing
-else is counted (no launch, no communication, no sampling), so no engine gets there.
+else is counted (no launch, no communication, no sampling), so no engine gets there, unless tokens prefer some experts.
 """
 
 import time
