@@ -85,7 +85,8 @@ def _route_kernel(
     logits = tl.load(logits_TE + token * num_experts + expert_E, mask=expert_E < num_experts, other=float("-inf"))
     logits = logits.to(tl.float32)
     exponent = tl.exp(logits - tl.max(logits, 0))
-    left = tl.where(expert_E < num_experts, exponent, -1.0)
+    # A row of NaN takes the first experts, and gets NaN of them.
+    left = tl.where(expert_E < num_experts, tl.where(exponent == exponent, exponent, 0.0), -1.0)
     weight, chosen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.int32)
     for i in tl.static_range(CHOSEN):
         likeliest = tl.argmax(left, 0)
