@@ -504,11 +504,13 @@ class LLM:
                 outputs = self._engine.step()
                 self._engine.launch_ahead()
                 failures, self._engine.failures = self._engine.failures, []
+                results, aborts = self._processor.process(outputs)
+                # What a stop string has ended may have failed at the surplus token: that doesn't count.
+                failures = [failure for failure in failures if failure[0] not in aborts]
                 if executor is not None and executor.has_followers:
                     if failures:
                         raise failures[0][1]
                     executor.send_outputs(pack_outputs(outputs))
-                results, aborts = self._processor.process(outputs)
             for result in results:
                 self._mailboxes[int(result.request_id)].append(result)
             for output in outputs:

@@ -455,6 +455,21 @@ def test_a_grammar_alone_says_where_the_output_ends(settings: dict[str, Any]) ->
         SamplingParams(structured_outputs={"json_object": True}, **settings)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_processor_that_fails_past_a_stop_string_fails_nobody(
+    model: TinyModel, settings: dict[str, Any], overlap: bool
+) -> None:
+    with model.llm(overlap=overlap, **settings) as llm:
+        word: list[int] = llm.tokenizer.encode("hello.")  # type: ignore[union-attr]
+
+        def spell(ids: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(logits_V, -torch.inf).index_fill(0, torch.tensor(word[len(ids)]), 0.0)
+
+        spelled, other = outputs(llm, [replace(DRAWN, stop=".", logits_processors=[spell]), DRAWN])
+        assert (spelled.text, spelled.finish_reason) == ("hello", "stop")
+        assert other == outputs(llm, DRAWN)[0]
+
+
 def test_it_needs_a_tokenizer_and_processors_need_functions(model: TinyModel) -> None:
     with model.llm() as llm, pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
         outputs(llm, ask({"regex": "a"}))
