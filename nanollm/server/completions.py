@@ -108,8 +108,8 @@ class _Writer:
                         continue
                     if completion.finish_reason is not None:
                         done.add(key)
-                    elif key in told and len(completion.text) == told[key].num_chars:
-                        continue
+                    elif len(completion.text) == told[key].num_chars if key in told else not completion.token_ids:
+                        continue  # nothing new, or it waits for the first one's prompt: then the prompt isn't told yet
                     choice = self._choice(index, output, completion, told.setdefault(key, _Told()))
                     yield self._event([choice], None)
                 if output.finished:

@@ -139,6 +139,13 @@ def test_echo_with_log_probabilities_of_the_prompt(client: openai.OpenAI, llm: L
         ]
 
 
+def test_every_choice_of_a_stream_echoes_the_prompt_once(client: openai.OpenAI) -> None:
+    prompt = "Echoed once, though longer than a block: " + "one, two, three, four, " * 3  # that nobody has cached
+    asked: Any = {"model": "smollm2", "prompt": prompt, "seed": 0, "echo": True, "n": 2, "max_tokens": 4}
+    streamed = stream_text(client.completions.create(**asked, stream=True))
+    assert streamed == {choice.index: choice.text for choice in client.completions.create(**asked).choices}
+
+
 def test_chat_streamed_and_whole_are_the_offline_one(client: openai.OpenAI, llm: LLM) -> None:
     (offline,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     asked: Any = {"model": "smollm2", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
@@ -247,7 +254,7 @@ def test_reasoning_comes_apart(client: openai.OpenAI, opened: bool) -> None:
 @pytest.mark.parametrize("without_none", [False, True])
 def test_an_answer_that_was_cut_off_in_its_reasoning_is_taken_back(client: openai.OpenAI, without_none: bool) -> None:
     extra = {"chat_template_kwargs": {"thinking": True}}
-    asked: Any = {"model": "smollm2", "max_tokens": 3, "extra_body": extra}
+    asked: Any = {"model": "smollm2", "max_tokens": 3, "temperature": 0, "extra_body": extra}
     message: Any = client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
     assert message.content is None and message.reasoning_content
     history = [*MESSAGES, message.model_dump(exclude_none=without_none), {"role": "user", "content": "Go on."}]
