@@ -184,7 +184,8 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """generate() for several prompts: yields (index of the prompt, its output so far).
 
-        stream: False yields each output once, when it is finished. timeout: seconds until TimeoutError is raised.
+        stream: False yields each output once, when it is finished. timeout: seconds until TimeoutError is raised;
+        None and 0 are never.
         """
         self._check_alive()
         mailbox = _Mailbox()

@@ -69,5 +69,5 @@ def engine_args(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_one_process(command: str) -> None:
     """ValueError if torchrun started this process as one of several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(f"{command} starts the ranks itself: give it --tp, without torchrun")

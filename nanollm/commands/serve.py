@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--max-waiting", type=int, default=1024, help="most sequences in the queue; beyond: 429 (default: %(default)s)"
     )
-    server.add_argument("--request-timeout", type=seconds, help="seconds that a request may take; default: no limit")
+    server.add_argument("--request-timeout", type=seconds, help="seconds that a request may take; default: 0, no limit")
     server.add_argument(
         "--shutdown-timeout", type=seconds, default=30.0, help="seconds to finish after SIGTERM (default: %(default)s)"
     )

@@ -49,7 +49,7 @@ class ServerOptions:
     """How the server serves; the engine's own arguments are EngineConfig's.
 
     max_waiting: most sequences that may wait for a place in the batch; more requests get 429.
-    request_timeout: seconds after which a request is ended; None is never.
+    request_timeout: seconds after which a request is ended; None and 0 are never.
     shutdown_timeout: seconds that open requests have to finish after SIGTERM; then they are aborted.
     api_key: what clients must send as `Authorization: Bearer …`; None lets everybody in.
     allowed_origins: web sites whose pages may call this server from a browser (CORS).

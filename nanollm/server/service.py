@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """The engine as the paths use it. request_timeout: seconds after which a request is ended; None is never."""
+    """The engine as the paths use it. request_timeout: seconds after which a request is ended; None and 0 are never."""
 
     def __init__(self, engine: AsyncLLMEngine, model_name: str, request_timeout: float | None) -> None:
         self.engine, self.model_name = engine, model_name
