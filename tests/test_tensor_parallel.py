@@ -61,7 +61,10 @@ def assert_empty(llm: LLM) -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_total_blocks)
 
 
-@pytest.mark.parametrize(("kind", "overrides"), [("qwen3", {}), ("qwen2", {"vocab_size": 301}), ("llama", BIASES)])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [("qwen3", {}), ("qwen3_moe", {"intermediate_size": 1}), ("qwen2", {"vocab_size": 301}), ("llama", BIASES)],
+)
 def test_two_and_three_ranks_give_what_one_gives(tiny: Any, kind: str, overrides: dict[str, Any]) -> None:
     model = tiny(kind, **overrides)
     with model.llm() as llm:

@@ -17,16 +17,16 @@ def even_split(n: int, parts: int, unit: int = 1) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def mlp_split(intermediate_size: int, tp: int) -> list[range]:
+def mlp_split(intermediate_size: int, tp: int, name: str = "intermediate_size") -> list[range]:
     """Split the feed-forward dimension, in units as large as leave no rank idle: aligned shards multiply faster.
 
-    Units are smaller, down to 32, where all ranks get the same then."""
+    Units are smaller, down to 32, where all ranks get the same then. name: what config.json calls it, for errors."""
     unit = next((unit for unit in (128, 64, 32) if intermediate_size % (unit * tp) == 0), 128)
     while intermediate_size % unit or intermediate_size // unit < tp:
         unit //= 2
         if not unit:
             raise ValueError(
-                f"intermediate_size {intermediate_size} can't be split over {tp} ranks: give tensor_parallel_size 1 to "
+                f"{name} {intermediate_size} can't be split over {tp} ranks: give tensor_parallel_size 1 to "
                 f"{intermediate_size}"
             )
     return even_split(intermediate_size, tp, unit)

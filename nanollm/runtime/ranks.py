@@ -195,7 +195,11 @@ def check_ranks(config: EngineConfig, model_config: ModelConfig, device: torch.d
     if mp.current_process().name.startswith(_WORKER):
         os._exit(_NO_MAIN_GUARD)  # a process we started imports the user's script, and that starts an engine
     HeadPartition(model_config.num_heads, model_config.num_kv_heads, size, 0)
-    mlp_split(model_config.intermediate_size, size)
+    moe = model_config.moe
+    if moe is None or moe.dense_layers:
+        mlp_split(model_config.intermediate_size, size)
+    if moe is not None:
+        mlp_split(moe.expert_size, size, "moe_intermediate_size")
     world = torchrun_world()
     if world is not None and world[1] != size:
         raise ValueError(f"torchrun started {world[1]} ranks, but tensor_parallel_size is {size}: make them equal")

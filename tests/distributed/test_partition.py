@@ -87,6 +87,11 @@ def test_feed_forward_units_are_as_large_as_leave_no_rank_idle(intermediate_size
     assert max(map(len, split)) - min(map(len, split)) in (0, unit)
 
 
+@pytest.mark.parametrize(("intermediate_size", "tp"), [(768, 4), (768, 8), (1536, 8)])
+def test_feed_forward_shares_are_equal_where_units_of_32_or_more_allow_it(intermediate_size: int, tp: int) -> None:
+    assert {len(part) for part in mlp_split(intermediate_size, tp)} == {intermediate_size // tp}
+
+
 def test_feed_forward_smaller_than_the_ranks_is_an_error_that_names_the_degrees() -> None:
     with pytest.raises(ValueError, match=r"intermediate_size 3 can't be split over 4 ranks: give .* 1 to 3"):
         mlp_split(3, 4)

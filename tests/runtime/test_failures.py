@@ -222,6 +222,15 @@ def test_more_ranks_than_heads_is_refused_before_any_process_starts(
         start(size)
 
 
+def test_more_ranks_than_inner_features_is_refused_before_any_process_starts(tiny: Any, no_process: None) -> None:
+    for inner, message in (
+        ({"moe_intermediate_size": 2}, "moe_intermediate_size 2 can't be split over 3 ranks: give .* 1 to 2"),
+        ({"intermediate_size": 2, "mlp_only_layers": [0]}, "^intermediate_size 2 can't be split over 3 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny("qwen3_moe", **inner).llm(tensor_parallel_size=3)
+
+
 def test_more_ranks_than_gpus_is_refused_before_any_process_starts(
     start: Callable[..., LLM], no_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
