@@ -165,7 +165,7 @@ class MoeConfig:
         """Read Qwen3-MoE's fields, in transformers 4's or 5's names, with its defaults."""
 
         def size(*names: str, default: int) -> int:
-            found = [(name, hf[name]) for name in names if hf.get(name) is not None]
+            found = [(name, hf[name]) for name in names if name in hf]
             name, value = found[0] if found else (names[0], default)
             return check_int(f"{name} in config.json", value, 1, 2**31 - 1)
 
@@ -182,7 +182,7 @@ class MoeConfig:
             num_experts,
             num_chosen,
             expert_size=size("moe_intermediate_size", default=768),
-            normalize=check_bool("norm_topk_prob in config.json", hf.get("norm_topk_prob") or False),
+            normalize=check_bool("norm_topk_prob in config.json", hf.get("norm_topk_prob", False)),
             dense_layers=frozenset(dense),
         )
 
@@ -225,8 +225,9 @@ class ModelConfig:
             )
         if quantization := hf.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            gguf = "" if architecture == "Qwen3MoeForCausalLM" else ", and GGUF"
             raise ValueError(
-                f"quantization {method!r} is not supported; supported: float32, bfloat16 and float16 weights, and GGUF"
+                f"quantization {method!r} is not supported; supported: float32, bfloat16 and float16 weights{gguf}"
             )
         if (activation := hf.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")
