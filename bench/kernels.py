@@ -26,6 +26,7 @@ from nanollm.cli import exit_code
 from nanollm.kernels.decode_attention import Launch, _decode_attention_triton, decode_attention
 from nanollm.kernels.draw import _draw_triton, draw
 from nanollm.kernels.embedding import embedding, embedding_reference
+from nanollm.kernels.one_row_experts import one_row_experts
 from nanollm.kernels.one_row_matmul import OneRow, _one_row_triton
 from nanollm.kernels.prefill_attention import _prefill_attention_triton, prefill_attention
 from nanollm.kernels.qkv_to_cache import qkv_to_cache
@@ -257,8 +258,10 @@ def expert_cases() -> Iterator[Case]:
         yield Case(
             f"experts of {tokens}", num_bytes, tokens * num_chosen * 3 * size * inner * 2, 64,
             {
-                "nanollm": lambda i, x=x, logits=logits: sparse_mlp(
-                    x, logits[i], gate_up, down, count, num_chosen, normalize=True
+                "nanollm": lambda i, given=(x, logits): (
+                    one_row_experts(given[0], given[1][i], gate_up, down, num_chosen, normalize=True)
+                    if len(given[0]) == 1
+                    else sparse_mlp(given[0], given[1][i], gate_up, down, count, num_chosen, normalize=True)
                 )
             },
         )  # fmt: skip

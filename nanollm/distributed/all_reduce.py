@@ -73,7 +73,7 @@ class PeerCollectives:
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(total) * weight, total) for total = residual + the ranks' sum of x; without weight, total twice.
 
-        With a residual, x may be float32 parts [Z, T, D] of it.
+        With a residual, x may be parts [Z, T, D] of it.
         """
         # Ranks may have different numbers of parts, and must all go the same way.
         nbytes = (x_TD if residual_TD is None else residual_TD).nbytes

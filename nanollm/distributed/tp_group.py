@@ -96,7 +96,7 @@ class TPGroup:
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(total) * weight, total) for total = residual + the sum over ranks of x.
 
-        x may also be float32 parts [Z, T, D], which are added up first.
+        x may also be parts [Z, T, D], which are added up first, in float32.
         May overwrite x and the residual: go on with what is returned. Through the peers' memory, where that works, it
         is one kernel, and the sum is rounded only after the residual's part.
         """

@@ -345,7 +345,7 @@ def peer_all_reduce(
 ) -> tuple[Tensor, Tensor]:
     """all_reduce_reference of this rank's x_TD and the peers', [T, D], both results new and bitwise equal on all ranks.
 
-    x may also be float32 parts [Z, T, D], which are added up first, and rounded to the residual's dtype.
+    x may also be parts [Z, T, D], which are added up first, in float32, and rounded to the residual's dtype.
 
     One-shot: everyone sends everything to everyone: one trip, (size - 1) * T * D elements out and in. Two-shot: each
     row is summed by one rank, rounded and sent back: two trips, 2 * (size - 1) / size * T * D elements.

@@ -16,7 +16,7 @@ def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The definition: (rms_norm(residual + x), residual + x); the norm reads the sum before it is rounded."""
-    summed_TD = residual_TD.float() + (x_TD if x_TD.dim() == residual_TD.dim() else x_TD.sum(0))
+    summed_TD = residual_TD.float() + (x_TD if x_TD.dim() == residual_TD.dim() else x_TD.sum(0, dtype=torch.float32))
     scale_T1 = torch.rsqrt(summed_TD.square().mean(-1, keepdim=True) + eps)
     return (summed_TD * scale_T1 * weight_D).to(residual_TD.dtype), summed_TD.to(residual_TD.dtype)
 
@@ -86,7 +86,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(residual + x), residual + x), both new. Floor on a GPU: two reads and two writes of [T, D].
 
-    x may also be float32 parts [Z, T, D], which are added up first.
+    x may also be parts [Z, T, D], which are added up first, in float32.
     """
     if runs_triton(x_TD):
         return _rms_norm_triton(x_TD, residual_TD, weight_D, eps)

@@ -1,13 +1,13 @@
 """A mixture of experts (Shazeer et al., 2017): each token through a few of many feed-forward layers.
 
 Four kernels: `route` lets each token choose its experts and take a number in each one's queue; `place` lines the queues
-up, each from the start of a block of rows on, so that a block's rows share their expert (one token alone needs none);
-then a matmul with gate and up that ends with SiLU(gate) * up, and one with down that ends with the token's weight for
-this expert. What a token's experts give is left in parts that are still to be added up: whoever reads them does so at
-no cost.
+up, each from the start of a block of rows on, so that a block's rows share their expert; then a matmul with gate and up
+that ends with SiLU(gate) * up, and one with down that ends with the token's weight for this expert. What a token's
+experts give is left in parts that are still to be added up: whoever reads them does so at no cost.
 
 Which number a token gets in a queue depends on which program comes first, but no output does: a row of a matmul doesn't
-depend on the rows beside it. All sizes are those of the step's number of tokens, so CUDA graphs can hold them.
+depend on the rows beside it. P are pairs of a token and a chosen expert, S places in the queues, B blocks of them. All
+sizes are those of the step's number of tokens, so CUDA graphs can hold them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -21,7 +21,6 @@ from nanollm.kernels.backend import gdc_launch_dependents, gdc_wait, gpu, overla
 from nanollm.kernels.silu_mul import silu_mul_reference
 
 _PLACE_TILE = 512
-_FLOAT32_TOKENS = 64  # up to here parts are float32
 
 
 def choose_experts_reference(logits_TE: Tensor, num_chosen: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -72,36 +71,40 @@ class Cut:
 
 
 @triton.jit
-def _route_kernel(
-    weight_TC, id_TC, turn_TC, count_E, pair_S, expert_B, end_B, logits_TE, num_experts,
-    NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    ALONE: tl.constexpr, PDL: tl.constexpr,
+def choose_experts(
+    logits_E, num_experts,
+    NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """(weight float32, expert) of one token's choices, [LANES] each, of which the first CHOSEN are some."""
     expert_E, choice_C = tl.arange(0, EXPERTS), tl.arange(0, LANES)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    logits = tl.load(logits_TE + token * num_experts + expert_E, mask=expert_E < num_experts, other=float("-inf"))
-    logits = logits.to(tl.float32)
+    logits = tl.load(logits_E + expert_E, mask=expert_E < num_experts, other=float("-inf")).to(tl.float32)
     exponent = tl.exp(logits - tl.max(logits, 0))
     # A row of NaN takes the first experts, and gets NaN of them.
     left = tl.where(expert_E < num_experts, tl.where(exponent == exponent, exponent, 0.0), -1.0)
     weight, chosen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.int32)
     for i in tl.static_range(CHOSEN):
-        likeliest = tl.argmax(left, 0)
-        weight = tl.where(choice_C == i, tl.max(left, 0), weight)
+        most, likeliest = tl.max(left, 0, return_indices=True)
+        weight = tl.where(choice_C == i, most, weight)
         chosen = tl.where(choice_C == i, likeliest, chosen)
         left = tl.where(expert_E == likeliest, -1.0, left)
-    weight = weight / (tl.sum(weight, 0) if NORMALIZE else tl.sum(exponent, 0))
+    weight /= tl.sum(exponent, 0)
+    return weight / tl.sum(weight, 0) if NORMALIZE else weight, chosen
+
+
+@triton.jit
+def _route_kernel(
+    weight_TC, id_TC, turn_TC, count_E, logits_TE, num_experts,
+    NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    weight, chosen = choose_experts(logits_TE + token * num_experts, num_experts, NORMALIZE, CHOSEN, LANES, EXPERTS)
+    choice_C = tl.arange(0, LANES)
     inside = choice_C < CHOSEN
     at = token * CHOSEN + choice_C
     tl.store(weight_TC + at, weight, mask=inside)
-    if ALONE:  # then nothing is left to place: each choice has a block
-        tl.store(pair_S + choice_C * ROWS, choice_C, mask=inside)
-        tl.store(expert_B + choice_C, chosen, mask=inside)
-        tl.store(end_B + choice_C, choice_C * ROWS + 1, mask=inside)
-        return
     tl.store(id_TC + at, chosen, mask=inside)
     tl.store(turn_TC + at, tl.atomic_add(count_E + chosen, 1, mask=inside, sem="relaxed"), mask=inside)
 
@@ -219,8 +222,7 @@ def sparse_mlp(
     *,
     normalize: bool,
 ) -> Tensor:
-    """sparse_mlp_reference: y [T, D], or on a GPU num_chosen parts of it that are still to be added up, [C, T, D],
-    float32 of few tokens, else of x's dtype.
+    """sparse_mlp_reference: y [T, D], or on a GPU num_chosen parts of it that are still to be added up, [C, T, D].
 
     gate_up_EGD: each expert's gate, then up, [E, 2F, D]. down_EDF: [E, D, F]. count_E: int32, zeros before and after.
     normalize: whether a token's weights add up to one.
@@ -254,22 +256,20 @@ def _sparse_mlp_triton(
     pair_S, expert_B, end_B = new(num_blocks * cut.rows), new(num_blocks), new(num_blocks)
     experts = power_of_2(num_experts)
     _route_kernel[(num_tokens,)](
-        weight_TC, id_TC, turn_TC, count_E, pair_S, expert_B, end_B, logits_TE.contiguous(), num_experts,
-        NORMALIZE=normalize, CHOSEN=num_chosen, LANES=power_of_2(num_chosen), EXPERTS=experts, ROWS=cut.rows,
-        ALONE=num_tokens == 1, num_warps=1, **pdl,
+        weight_TC, id_TC, turn_TC, count_E, logits_TE.contiguous(), num_experts, NORMALIZE=normalize,
+        CHOSEN=num_chosen, LANES=power_of_2(num_chosen), EXPERTS=experts, num_warps=1, **pdl,
     )  # fmt: skip
-    if num_tokens > 1:
-        _place_kernel[(-(-num_pairs // _PLACE_TILE),)](
-            pair_S, expert_B, end_B, id_TC, turn_TC, count_E, num_pairs, num_experts, num_blocks,
-            ROWS=cut.rows, EXPERTS=experts, TILE=_PLACE_TILE, num_warps=4, **pdl,
-        )  # fmt: skip
+    _place_kernel[(-(-num_pairs // _PLACE_TILE),)](
+        pair_S, expert_B, end_B, id_TC, turn_TC, count_E, num_pairs, num_experts, num_blocks,
+        ROWS=cut.rows, EXPERTS=experts, TILE=_PLACE_TILE, num_warps=4, **pdl,
+    )  # fmt: skip
     shape = {"CHOSEN": num_chosen, "ROWS": cut.rows, "OUTS": cut.outs, "CHUNK": cut.chunk, "STAGES": cut.stages}
     h_SF = new(num_blocks * cut.rows, inner, dtype=x_TD.dtype)
     _gate_up_kernel[(-(-inner // cut.outs), num_blocks)](
         h_SF, x_TD.contiguous(), gate_up_EGD, pair_S, expert_B, end_B, count_E, num_experts, size, inner,
         **shape, EXPERTS=experts, WHOLE=size % cut.chunk == 0, num_warps=cut.num_warps, **pdl,
     )  # fmt: skip
-    y_CTD = new(num_chosen, num_tokens, size, dtype=torch.float32 if num_tokens <= _FLOAT32_TOKENS else x_TD.dtype)
+    y_CTD = new(num_chosen, num_tokens, size, dtype=x_TD.dtype)
     shape["OUTS"] *= 2
     _down_kernel[(-(-size // shape["OUTS"]), num_blocks)](
         y_CTD, h_SF, down_EDF, weight_TC, pair_S, expert_B, end_B, num_tokens, inner, size,

@@ -14,7 +14,7 @@ class Hidden:
 
     residual_TD: None before the first layer.
     pending_TD: this rank's partial sum from a row-parallel layer (or the embedding), not reduced or added yet; or
-        float32 parts of it, [Z, T, D]; None if that was done already.
+        parts of it, [Z, T, D]; None if that was done already.
     norm_weight_D, norm_eps: the RMSNorm that the next reader applies, set by the RMSNorm layer.
     """
 

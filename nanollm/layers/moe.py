@@ -7,7 +7,8 @@ from torch import nn
 from nanollm.config import ModelConfig
 from nanollm.distributed.partition import mlp_split
 from nanollm.distributed.tp_group import TPGroup
-from nanollm.kernels.one_row_matmul import one_row_matmul, suits_one_row
+from nanollm.kernels.one_row_experts import one_row_experts, suits_one_row_experts
+from nanollm.kernels.one_row_matmul import one_row_matmul
 from nanollm.kernels.sparse_mlp import sparse_mlp
 from nanollm.layers.hidden import Hidden
 from nanollm.layers.weights import TensorPart
@@ -33,12 +34,21 @@ class SparseMLP(nn.Module):
         self.count_E = nn.Buffer(torch.zeros(num_experts, dtype=torch.int32), persistent=False)
 
     def forward(self, hidden: Hidden) -> Hidden:
-        x_TD, residual_TD = hidden.resolve(self.tp)
-        one_row = suits_one_row(len(x_TD), self.gate_ED)
-        logits_TE = one_row_matmul(x_TD, self.gate_ED) if one_row else F.linear(x_TD, self.gate_ED)
-        num_chosen, normalize = self.moe.num_chosen, self.moe.normalize
-        y = sparse_mlp(x_TD, logits_TE, self.gate_up_EGD, self.down_EDF, self.count_E, num_chosen, normalize=normalize)
-        return Hidden(residual_TD, y)
+        experts, num_chosen, normalize = (self.gate_up_EGD, self.down_EDF), self.moe.num_chosen, self.moe.normalize
+        residual_TD = hidden.residual_TD
+        assert residual_TD is not None, "attention comes before"
+        if not suits_one_row_experts(len(residual_TD), self.gate_ED, self.down_EDF):
+            x_TD, residual_TD = hidden.resolve(self.tp)
+            logits_TE = F.linear(x_TD, self.gate_ED)
+            y_CTD = sparse_mlp(x_TD, logits_TE, *experts, self.count_E, num_chosen, normalize=normalize)
+            return Hidden(residual_TD, y_CTD)
+        x_1D, norm_D, eps = residual_TD, hidden.norm_weight_D, hidden.norm_eps
+        if hidden.pending_TD is not None:
+            (x_1D, residual_TD), norm_D = hidden.resolve(self.tp), None
+        logits_1E = one_row_matmul(x_1D, self.gate_ED, norm_D, eps)
+        added_1D = residual_TD if self.tp.size == 1 else None
+        y_1D = one_row_experts(x_1D, logits_1E, *experts, num_chosen, norm_D, eps, added_1D, normalize=normalize)
+        return Hidden(residual_TD, y_1D) if added_1D is None else Hidden(y_1D, None)
 
     @property
     def idle_weights(self) -> int:

@@ -12,7 +12,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 PROGRAM = """
-import json, random, threading
+import json, random, sys, threading
 from triton import knobs
 from nanollm import LLM, SamplingParams
 
@@ -22,7 +22,8 @@ def listen(src, **about):
     compiled.setdefault(threading.current_thread().name, []).append(src.name)
 
 knobs.compilation.listener = listen
-llm = LLM("qwen3-0.6b", load_format="dummy", hf_overrides={"num_hidden_layers": 3}, max_num_seqs=40, num_kv_blocks=999)
+few = {"num_hidden_layers": 3}
+llm = LLM(sys.argv[1], load_format="dummy", hf_overrides=few, max_num_seqs=40, num_kv_blocks=999)
 prompts = [[random.randrange(9999) for _ in range(n)] for n in (1, 2, 15, 16, 17, 100, 700, *range(30, 60))]
 for top_p in (1.0, 0.9):
     for count in (1, 3, 40):
@@ -31,9 +32,10 @@ print(json.dumps(compiled))
 """
 
 
-def test_steps_compile_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_steps_compile_nothing(model: str, tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, model],
         env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -13,15 +13,21 @@ from tests.conftest import VARIED, random_prompt
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("qwen3", {}), ("qwen3_moe", {}), ("qwen3_moe", {"num_experts": 16}), ("qwen2", {}), ("llama", {})],
+)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, overlap: bool) -> None:
+def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, shape: dict[str, int], overlap: bool) -> None:
+    """Some requests at once, then one: 8 experts are none that the kernels for one row take, but 16 are."""
     prompts = [random_prompt(length, seed=9) for length in (1, 15, 16, 17, 60)]
     params = [SamplingParams(temperature=t, seed=3, max_tokens=32, ignore_eos=True) for t in (0, 0.9, 0, 0.9, 0)]
     runs = []
     for device in ("cpu", "cuda"):
-        with tiny(kind).llm(device=device, overlap=overlap, long_prefill_token_threshold=9) as llm:
-            runs.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        with tiny(kind, **shape).llm(device=device, overlap=overlap, long_prefill_token_threshold=9) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs += llm.generate(prompts[3:4], params[3], use_tqdm=False)
+            runs.append([output.outputs[0].token_ids for output in outputs])
     assert runs[0] == runs[1]
 
 

@@ -175,7 +175,14 @@ def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 100, 300, 1000, 3000])
 @pytest.mark.parametrize(("size", "inner"), [(512, 192), (208, 80)])
 def test_sparse_mlp(num_tokens: int, size: int, inner: int, dtype: torch.dtype) -> None:
-    checks.check_sparse_mlp(num_tokens, size, inner, 32, 6, device="cuda", dtype=dtype)
+    checks.check_sparse_mlp(num_tokens, size, inner, 28, 6, device="cuda", dtype=dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("norm", "residual"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("size", "inner"), [(2048, 768), (208, 80)])
+def test_one_row_experts(size: int, inner: int, norm: bool, residual: bool, dtype: torch.dtype) -> None:
+    checks.check_one_row_experts(size, inner, 28, 6, norm=norm, residual=residual, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (9, 80), (500, 5120)])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanollm.kernels.decode_attention import Launch, NewTokens, _decode_attention_triton
 from nanollm.kernels.embedding import _embedding_triton
+from nanollm.kernels.one_row_experts import _one_row_experts_triton, one_row_experts_reference
 from nanollm.kernels.one_row_matmul import OneRow, _one_row_triton, one_row_matmul_reference
 from nanollm.kernels.prefill_attention import _prefill_attention_triton
 from nanollm.kernels.prepare_decode import (
@@ -177,11 +178,12 @@ def check_rms_norm(shape: tuple[int, ...], *, add: bool, device: str, dtype: tor
     if add:
         expected, expected_sum = add_rms_norm_reference(x.double(), residual.double(), weight.double(), 1e-6)
         assert_close(summed, expected_sum, TOLERANCE[dtype])
-        parts = randn(3, *shape, device=device, dtype=torch.float32)
-        of_parts = _rms_norm_triton(parts, residual, weight, 1e-6)
-        definition = add_rms_norm_reference(parts.double(), residual.double(), weight.double(), 1e-6)
-        for ours, theirs in zip(of_parts, definition, strict=True):
-            assert_close(ours, theirs, TOLERANCE[dtype])
+        for part_dtype in (torch.float32, dtype):
+            parts = randn(3, *shape, device=device, dtype=part_dtype)
+            of_parts = _rms_norm_triton(parts, residual, weight, 1e-6)
+            definition = add_rms_norm_reference(parts.double(), residual.double(), weight.double(), 1e-6)
+            for ours, theirs in zip(of_parts, definition, strict=True):
+                assert_close(ours, theirs, TOLERANCE[dtype])
     else:
         expected = rms_norm_reference(x.double(), weight.double(), 1e-6)
     assert_close(y, expected, TOLERANCE[dtype])
@@ -214,6 +216,24 @@ def check_sparse_mlp(
         y = parts.double().sum(0)
         assert_close(y[: num_tokens - 1 or 1], expected[: num_tokens - 1 or 1], TOLERANCE[dtype])
         assert num_tokens == 1 or y[-1].isnan().all()
+
+
+def check_one_row_experts(
+    size: int, inner: int, num_experts: int, num_chosen: int, *, norm: bool, residual: bool, device: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    x, norm_weight, added = (randn(1, size, device=device, dtype=dtype) for _ in range(3))
+    gate_up = randn(num_experts, 2 * inner, size, device=device, dtype=dtype) / size**0.5
+    down = randn(num_experts, size, inner, device=device, dtype=dtype) / inner**0.5
+    given_norm, given_residual = norm_weight[0] if norm else None, added if residual else None
+    drawn = randn(1, num_experts, device=device, dtype=dtype)
+    for logits in (drawn, torch.ones_like(drawn)):  # of equals the first are taken
+        for normalize in (True, False):
+            given = x, logits, gate_up, down, num_chosen, given_norm, 1e-6, given_residual
+            doubled = [a.double() if isinstance(a, Tensor) and a is not logits else a for a in given]
+            expected = one_row_experts_reference(*doubled, normalize=normalize)  # type: ignore[arg-type]
+            assert_close(_one_row_experts_triton(*given, normalize=normalize), expected, TOLERANCE[dtype])
 
 
 def check_embedding(num_tokens: int, size: int, *, device: str, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from nanollm.kernels import (
     decode_attention,
     draw,
     embedding,
+    one_row_experts,
     one_row_matmul,
     prefill_attention,
     prepare_decode,
@@ -57,7 +58,16 @@ class Driver:
 def compile_instead_of_launching(capability: int) -> None:
     triton.runtime.driver.set_active(Driver(capability))
     found = backend.Gpu("", divmod(capability, 10), SHARED_KIB[capability] * 1024, 132)
-    for module in (backend, all_reduce, decode_attention, prefill_attention, one_row_matmul, sparse_mlp, tile_stats):
+    for module in (
+        backend,
+        all_reduce,
+        decode_attention,
+        prefill_attention,
+        one_row_experts,
+        one_row_matmul,
+        sparse_mlp,
+        tile_stats,
+    ):
         module.gpu = lambda device: found  # type: ignore[attr-defined]
     run = JITFunction.run
 
@@ -117,12 +127,15 @@ def launch_the_rest(dtype: torch.dtype = torch.bfloat16) -> None:
             split_matmul._split_matmul_gpu(matrix[:num_rows], matrix, tiles)
             unsplit = dataclasses.replace(tiles, splits=1)
             split_matmul._split_matmul_gpu(matrix[:num_rows], matrix, unsplit, gated=True)
-    gate_up, down = torch.zeros(16, 2 * 192, 256, dtype=dtype), torch.zeros(16, 256, 192, dtype=dtype)
-    for num_tokens in (1, 40, 100, 400):
-        given, logits = torch.zeros(num_tokens, 256, dtype=dtype), torch.zeros(num_tokens, 16, dtype=dtype)
-        sparse_mlp._sparse_mlp_triton(
-            given, logits, gate_up, down, torch.zeros(16, dtype=torch.int32), 8, normalize=True
+    counts = torch.zeros(16, dtype=torch.int32)
+    for inner in (192, 768):  # cut otherwise: one row of few outputs, few rows where 128 divides them
+        gate_up, down = torch.zeros(16, 2 * inner, 256, dtype=dtype), torch.zeros(16, 256, inner, dtype=dtype)
+        given, logits = torch.zeros(400, 256, dtype=dtype), torch.zeros(400, 16, dtype=dtype)
+        one_row_experts._one_row_experts_triton(
+            given[:1], logits[:1], gate_up, down, 8, weight[:256], 1e-6, given[:1], normalize=True
         )
+        for n in (2, 40, 100, 400):
+            sparse_mlp._sparse_mlp_triton(given[:n], logits[:n], gate_up, down, counts, 8, normalize=True)
     cpu, word = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
     for num_ranks, two_shot in ((2, False), (8, False), (8, True)):
         peers = all_reduce.PeerMemory.of(1, [0] * num_ranks, word, 2**24, cpu)

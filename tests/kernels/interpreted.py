@@ -129,6 +129,14 @@ def test_sparse_mlp(num_tokens: int, size: int, inner: int, num_experts: int, nu
     checks.check_sparse_mlp(num_tokens, size, inner, num_experts, num_chosen, **ON_CPU)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("size", "inner", "num_experts", "num_chosen"), [(64, 48, 8, 3), (528, 16, 6, 6), (32, 704, 16, 4), (48, 16, 1, 1)]
+)
+def test_one_row_experts(size: int, inner: int, num_experts: int, num_chosen: int, norm: bool) -> None:
+    checks.check_one_row_experts(size, inner, num_experts, num_chosen, norm=norm, residual=not norm, **ON_CPU)
+
+
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (9, 80), (5, 1500)])
 def test_embedding(num_tokens: int, size: int) -> None:
     checks.check_embedding(num_tokens, size, **ON_CPU)

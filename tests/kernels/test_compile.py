@@ -32,6 +32,8 @@ KERNELS = {
     "_draw_kernel",
     "_advance_rows_kernel",
     "_one_row_kernel",
+    "_one_row_gate_up_kernel",
+    "_one_row_down_kernel",
     "_split_matmul_kernel",
     "_prepare_decode_kernel",
     "_one_shot_kernel",

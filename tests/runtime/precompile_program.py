@@ -1,7 +1,7 @@
 """Goes through a start-up on the CPU as if there were an H200, with a compiler that only says what it should compile.
 
-Arguments: max_num_seqs, max_num_batched_tokens, block_size, weights of a layer. Prints lists of kernel names: compiled
-in parallel, and launched meanwhile; then of steps that follow, the same two.
+Arguments: model, max_num_seqs, max_num_batched_tokens, block_size, weights of a layer. Prints lists of kernel names:
+compiled in parallel, and launched meanwhile; then of steps that follow, the same two.
 """
 
 import json
@@ -27,6 +27,8 @@ from nanollm.runtime.model_runner import ModelRunner
 from nanollm.runtime.step_plan import EMPTY, StepPlan
 from tests.kernels.compiled import Driver
 
+# Of 64 experts 8 are chosen: blocks of 16 rows and parts of 16 bits meet between two powers of two only.
+SMALL = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 64, "mlp_only_layers": [0, 1]}
 early: list[str] = []
 late: list[str] = []
 launched: list[str] = []
@@ -81,13 +83,15 @@ def step(lengths: list[int]) -> StepPlan:
 
 @torch.inference_mode()
 def main() -> None:
-    num_rows, num_tokens, block_size, layer_weights = map(int, sys.argv[1:])
-    shape = {"num_hidden_layers": 3, "vocab_size": 151936, "max_position_embeddings": 4096}
+    model = sys.argv[1]
+    num_rows, num_tokens, block_size, layer_weights = map(int, sys.argv[2:])
+    shape: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 4096}
+    shape |= SMALL if "a3b" in model else {}
     config = EngineConfig.from_args(
-        "qwen3-0.6b", dtype="bfloat16", block_size=block_size, num_kv_blocks=4, max_num_seqs=num_rows,
+        model, dtype="bfloat16", block_size=block_size, num_kv_blocks=4, max_num_seqs=num_rows,
         max_num_batched_tokens=num_tokens, max_model_len=4096,
     )  # fmt: skip
-    source = resolve_model("qwen3-0.6b", load_format="dummy", hf_overrides=shape)
+    source = resolve_model(model, load_format="dummy", hf_overrides=shape)
     runner = ModelRunner(config, source, TPGroup(), torch.device("cpu"))
     pretend()
     use_attention_backend(runner.model, Attention.backend)

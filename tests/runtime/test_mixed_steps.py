@@ -46,3 +46,10 @@ def test_large_models_are_captured_for_short_steps_only() -> None:
     assert longest_padded(16_000_000, 8192) == 8192  # Qwen3-0.6B
     assert longest_padded(193_000_000, 8192) == 1024  # Qwen3-8B
     assert longest_padded(193_000_000, 500) == padded_length(500) == 512  # a full step is padded, too
+
+
+def test_of_experts_only_the_chosen_count_as_weights_of_a_token(tiny: Any) -> None:
+    attention, norms, router, expert = 2 * 64 * (128 + 64), 2 * (64 + 32), 8 * 64, 3 * 64 * 48
+    with tiny("qwen3_moe").llm() as llm:
+        found = llm._executor.runner.model.weights_per_token()
+    assert found == attention + norms + router + 3 * expert

@@ -60,10 +60,17 @@ def test_what_was_not_compiled_in_parallel_is_when_it_is_launched(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "sizes", ["40 2400 64 60_000_000", "40 100 64 16_000_000", "40 12 16 16_000_000", "256 8192 128 16_000_000"]
+    ("model", "sizes"),
+    [
+        ("qwen3-0.6b", "40 2400 64 60_000_000"),
+        ("qwen3-0.6b", "40 100 64 16_000_000"),
+        ("qwen3-0.6b", "40 12 16 16_000_000"),
+        ("qwen3-0.6b", "256 8192 128 16_000_000"),
+        ("qwen3-30b-a3b", "40 2400 64 60_000_000"),
+    ],
 )
-def test_steps_launch_nothing_that_start_up_did_not_compile(tmp_path: Path, sizes: str) -> None:
-    program = ("-m", "tests.runtime.precompile_program", *sizes.split())
+def test_steps_launch_nothing_that_start_up_did_not_compile(tmp_path: Path, model: str, sizes: str) -> None:
+    program = ("-m", "tests.runtime.precompile_program", model, *sizes.split())
     compiled, launched_meanwhile, compiled_late, launched = run(tmp_path, *program)
     assert launched_meanwhile == compiled_late == []
     assert set(compiled) == set(launched) != set()
