@@ -225,9 +225,8 @@ class ModelConfig:
             )
         if quantization := hf.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-            gguf = "" if architecture == "Qwen3MoeForCausalLM" else ", and GGUF"
             raise ValueError(
-                f"quantization {method!r} is not supported; supported: float32, bfloat16 and float16 weights{gguf}"
+                f"quantization {method!r} is not supported; supported: float32, bfloat16 and float16 weights, and GGUF"
             )
         if (activation := hf.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {activation!r} is not supported; only 'silu' is")

@@ -188,6 +188,7 @@ def test_experts_in_the_names_of_transformers_4_and_5():
     [
         ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 in config.json is more than num_experts 128"),
         ({"num_experts": 0}, "num_experts in config.json must be"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok in config.json must be"),
         ({"mlp_only_layers": 3}, "mlp_only_layers in config.json must be a list of layers, got 3"),
         ({"mlp_only_layers": [-1]}, "mlp_only_layers in config.json must be"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob in config.json must be"),

@@ -19,7 +19,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from nanollm.models.checkpoint import CheckpointError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MAX_STRINGS = 2**24  # in one array; the largest vocabularies have 2**18
@@ -43,6 +48,10 @@ HF_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",  # of all experts in one tensor
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 
 
@@ -196,6 +205,10 @@ class GGUFCheckpoint:
             if gguf_name == "rope_freqs.weight":
                 continue  # the config says the same: _llama3_scaling
             name = f"{block}{HF_NAMES[base]}.{kind}" if base in HF_NAMES else gguf_name
+            if "{}" in name:
+                for i, data in enumerate(tensor.data):
+                    self._tensors[name.format(i)] = GGUFTensor(tensor.shape[1:], tensor.type, data)
+                continue
             self._tensors[name] = tensor
             interleaved = base in heads and config["architectures"] == ["LlamaForCausalLM"]
             if interleaved and tensor.shape[0] == heads[base] * config["head_dim"]:  # else the loader reports it
@@ -258,14 +271,21 @@ def _config(file: GGUFFile, path: Path) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length")
-    for key in needed:
+    needed = ["embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length"]
+    experts = ["expert_count", "expert_used_count", "expert_feed_forward_length"] if architecture == "qwen3moe" else []
+    for key in needed + experts:
         if not (isinstance(size := model.get(key), int) and size > 0):
             raise CheckpointError(f"{path}: {architecture}.{key} must be a positive integer, got {size!r}")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight")
-    if model.get("expert_count"):
-        raise CheckpointError(f"{path}: mixture-of-experts models are not supported as GGUF")
+    if model.get("expert_count") and not experts:
+        raise CheckpointError(f"{path}: a mixture of experts is not supported in architecture {architecture!r}")
+    moe: dict[str, Any] = {}
+    if experts:
+        dense = [i for i in range(model["block_count"]) if f"blk.{i}.ffn_gate.weight" in file.tensors]
+        moe = {"norm_topk_prob": True, "mlp_only_layers": dense}
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        moe |= {name: model[key] for name, key in zip(names, experts, strict=True)}
     heads = model["attention.head_count"]
     head_dim = model.get("attention.key_length") or max(model["embedding_length"] // heads, 1)
     if (value_dim := model.get("attention.value_length", head_dim)) != head_dim:
@@ -292,6 +312,7 @@ def _config(file: GGUFFile, path: Path) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": list(dict.fromkeys(token for token in tokens if token is not None)),
         "torch_dtype": "float32",
+        **moe,
     }
 
 

@@ -1,4 +1,5 @@
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from nanollm.config import ModelConfig
+from nanollm.config import ModelConfig, MoeConfig
 from nanollm.models.checkpoint import CheckpointError
 from nanollm.models.gguf import GGUFCheckpoint, GGUFFile, gguf_config
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 4, 2, 8, 32, 64, 96
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB, EXPERTS = 4, 2, 8, 32, 64, 96, 3
 FLOAT_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -38,9 +39,15 @@ def tiny_weights(architecture: str, tied: bool = True, bias: bool = False) -> di
         f"{layer}mlp.up_proj.weight": (FFN, HIDDEN),
         f"{layer}mlp.down_proj.weight": (HIDDEN, FFN),
     }
+    if architecture == "qwen3moe":
+        dense = {
+            f"{layer}mlp.{x}_proj.weight": shapes.pop(f"{layer}mlp.{x}_proj.weight") for x in ("gate", "up", "down")
+        }
+        shapes |= {name.replace("mlp", f"mlp.experts.{i}"): dense[name] for name in dense for i in range(EXPERTS)}
+        shapes[f"{layer}mlp.gate.weight"] = (EXPERTS, HIDDEN)
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "qwen3moe"):
         shapes |= {f"{layer}self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
     if bias or architecture == "qwen2":
         shapes |= {f"{layer}self_attn.{x}_proj.bias": (n * HEAD_DIM,) for x, n in zip("qkv", (4, 2, 2), strict=True)}
@@ -63,6 +70,10 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -74,7 +85,7 @@ def write_gguf(
     extra_tensors: dict[str, np.ndarray] | None = None,
     **fields: object,
 ) -> Path:
-    """A one-layer model as llama.cpp's converter writes it: matrices of `type_`, all else float32.
+    """A one-layer model as llama.cpp's converter writes it: matrices of `type_`, all else float32, experts stacked.
 
     fields: more metadata, dots written as two underscores, "arch" for the architecture; None leaves a default out.
     """
@@ -91,17 +102,27 @@ def write_gguf(
         "tokenizer__ggml__tokens": ["<s>", "</s>", "<|eot|>"],
         "tokenizer__ggml__bos_token_id": 0,
         "tokenizer__ggml__eos_token_id": 1,
-    } | fields
+    }
+    if architecture == "qwen3moe":
+        sizes = {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": FFN}
+        metadata |= {f"arch__{name}": size for name, size in sizes.items()}
+    metadata |= fields
     for key, value in metadata.items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         if value is not None:
             add[type(value)](key.replace("arch__", f"{architecture}__").replace("__", "."), value)
+    stacked: dict[str, list[np.ndarray]] = {}
+    for name, weight in weights.items():
+        if ".experts." in name:
+            stacked.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(weight)
+    weights = {name: weight for name, weight in weights.items() if ".experts." not in name}
+    weights |= {name: np.stack(experts) for name, experts in stacked.items()}
     for name, weight in weights.items():
         if architecture == "llama" and (".q_proj" in name or ".k_proj" in name):
             weight = interleave(weight, HEADS if ".q_proj" in name else KV_HEADS)
         for hf, ours in GGUF_NAMES.items():
             name = name.replace(hf, ours)
-        kind = type_ if weight.ndim == 2 else GGMLQuantizationType.F32
+        kind = type_ if weight.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(weight, kind), raw_dtype=kind)
     for name, weight in (extra_tensors or {}).items():
         writer.add_tensor(name, weight)
@@ -117,7 +138,7 @@ def everything(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3moe"])
 def test_weights_come_back_with_hugging_face_names_and_layout(tmp_path, architecture, tied):
     weights = tiny_weights(architecture, tied, bias=True)
     checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", architecture, weights))
@@ -232,7 +253,7 @@ def test_other_rope_freqs_are_an_error(tmp_path, factors):
     [
         ({"arch__rope__dimension_count": 4}, r"partial_rotary_factor 0\.5 is not supported"),
         ({"arch__attention__sliding_window": 4096}, "sliding-window attention is not supported"),
-        ({"arch__expert_count": 8}, "mixture-of-experts"),
+        ({"arch__expert_count": 8}, "a mixture of experts is not supported in architecture 'llama'"),
         ({"arch__attention__value_length": 16}, "key length 8 and value length 16 must be equal"),
         ({"arch__attention__head_count": None}, r"llama\.attention\.head_count must be a positive integer, got None"),
         ({"arch__attention__head_count_kv": [2, 2]}, "num_key_value_heads in config.json must be an integer"),
@@ -244,7 +265,7 @@ def test_models_that_are_not_supported(tmp_path, fields, message):
         ModelConfig.from_hf(gguf_config(write_gguf(tmp_path / "m.gguf", **fields)))
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "bert", "qwen3moe"])
+@pytest.mark.parametrize("architecture", ["gemma3", "bert", "qwen2moe"])
 def test_architecture_error_lists_what_is_supported(tmp_path, architecture):
     with pytest.raises(CheckpointError, match=f"'{architecture}' is not supported; supported: llama, qwen2, qwen3"):
         gguf_config(write_gguf(tmp_path / "m.gguf", architecture))
@@ -347,6 +368,27 @@ def test_smollm2_equals_what_transformers_reads_from_it(smollm2_path):
 
     hf = LlamaConfig(**parsed["config"]).to_dict() | {"architectures": ["LlamaForCausalLM"]}
     assert ModelConfig.from_hf(gguf_config(smollm2_path)) == ModelConfig.from_hf(hf)
+
+
+def test_a_mixture_of_experts_equals_what_transformers_reads_from_it(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", type_=GGMLQuantizationType.Q8_0)
+    config = ModelConfig.from_hf(gguf_config(path))
+    assert config.moe == MoeConfig(EXPERTS, num_chosen=2, expert_size=FFN, normalize=True, dense_layers=frozenset())
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**gguf_config(path)))
+    theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    checkpoint = GGUFCheckpoint(path)
+    prefix = "model.layers.0.mlp"
+    for i in range(EXPERTS):
+        gate, up, down = (
+            checkpoint.read(f"{prefix}.experts.{i}.{name}_proj.weight", everything(shape))
+            for name, shape in (("gate", (FFN, HIDDEN)), ("up", (FFN, HIDDEN)), ("down", (HIDDEN, FFN)))
+        )
+        assert torch.equal(torch.cat((gate, up)), theirs[f"{prefix}.experts.gate_up_proj"][i])
+        assert torch.equal(down, theirs[f"{prefix}.experts.down_proj"][i])
 
 
 def test_smollm2_ends_its_turn_with_im_end(smollm2_path):
