@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -253,12 +254,14 @@ class _Writer:
                 message.reasoning_content = answer.reasoning
             if answer.calls:
                 message.tool_calls = [ToolCall(call.id, call.function) for call in answer.calls]
-            choices.append(
-                ChatChoice(
-                    completion.index, message, logprobs, answer.finish_reason(completion), completion.stop_reason
-                )
-            )
+            reason = answer.finish_reason(completion)
+            choice = ChatChoice(completion.index, message, logprobs, reason, completion.stop_reason)
+            if self.asked.return_token_ids:
+                choice.token_ids = completion.token_ids
+            choices.append(choice)
         response = ChatCompletion(self.chat_id, self.created, self.model_name, choices, Usage.of([output]))
+        if self.asked.return_token_ids:
+            response.prompt_token_ids = output.prompt_token_ids
         return msgspec.json.encode(response)
 
     async def events(self, outputs: AsyncGenerator[tuple[int, RequestOutput], None]) -> AsyncGenerator[bytes, None]:
@@ -268,7 +271,9 @@ class _Writer:
                     if answer.finished:
                         continue
                     if not answer.started:
-                        yield self._event([ChatChunkChoice(completion.index, Message("assistant", ""))], None)
+                        first = ChatChunkChoice(completion.index, Message("assistant", ""))
+                        yield self._event([first], None, output.prompt_token_ids)
+                    new_ids = completion.token_ids[answer.num_tokens :] if self.asked.return_token_ids else UNSET
                     piece, calls, logprobs = answer.advance(completion)
                     delta = Message()
                     if piece.reasoning:
@@ -277,16 +282,20 @@ class _Writer:
                         delta.content = piece.content
                     if calls:
                         delta.tool_calls = calls
-                    if piece.reasoning or piece.content or calls or logprobs or answer.finished:
-                        reason = answer.finish_reason(completion)
-                        choice = ChatChunkChoice(completion.index, delta, logprobs, reason, completion.stop_reason)
+                    if piece.reasoning or piece.content or calls or logprobs or new_ids or answer.finished:
+                        reason, stop = answer.finish_reason(completion), completion.stop_reason
+                        choice = ChatChunkChoice(completion.index, delta, logprobs, reason, stop, new_ids)
                         yield self._event([choice], None)
         if self.asked.include_usage:
             yield self._event([], Usage.of([output]))
         yield b"data: [DONE]\n\n"
 
-    def _event(self, choices: list[ChatChunkChoice], usage: Usage | None) -> bytes:
+    def _event(
+        self, choices: list[ChatChunkChoice], usage: Usage | None, prompt_token_ids: list[int] | None = None
+    ) -> bytes:
         chunk = ChatChunk(self.chat_id, self.created, self.model_name, choices)
+        if self.asked.return_token_ids and prompt_token_ids is not None:
+            chunk.prompt_token_ids = prompt_token_ids
         if self.asked.include_usage:
             chunk.usage = usage
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

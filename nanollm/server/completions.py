@@ -108,8 +108,8 @@ class _Writer:
                         continue
                     if completion.finish_reason is not None:
                         done.add(key)
-                    elif len(completion.text) == told[key].num_chars if key in told else not completion.token_ids:
-                        continue  # nothing new, or it waits for the first one's prompt: then the prompt isn't told yet
+                    elif not self._is_new(completion, told.get(key)):
+                        continue
                     choice = self._choice(index, output, completion, told.setdefault(key, _Told()))
                     yield self._event([choice], None)
                 if output.finished:
@@ -117,6 +117,12 @@ class _Writer:
         if self.asked.include_usage:
             yield self._event([], Usage.of(finished, self.only_prompt))
         yield b"data: [DONE]\n\n"
+
+    def _is_new(self, completion: CompletionOutput, told: _Told | None) -> bool:
+        if told is None:  # without a token it waits for the first one's prompt, which isn't told yet
+            return bool(completion.token_ids)
+        new_ids = bool(self.asked.return_token_ids) and len(completion.token_ids) > told.num_tokens
+        return new_ids or len(completion.text) > told.num_chars
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
         response = Completion(self.completion_id, self.created, self.service.model_name, choices)
@@ -141,10 +147,15 @@ class _Writer:
         if logprobs is not None and not self.only_prompt:
             new = completion.token_ids[told.num_tokens :], (completion.logprobs or [])[told.num_tokens :]
             self._extend(logprobs, zip(*new, strict=True), told)
-        told.num_chars, told.num_tokens = len(completion.text), len(completion.token_ids)
-        return CompletionChoice(
+        choice = CompletionChoice(
             index * self.n + completion.index, text, logprobs, completion.finish_reason, completion.stop_reason
         )
+        if self.asked.return_token_ids:
+            choice.token_ids = [] if self.only_prompt else completion.token_ids[told.num_tokens :]
+            if told.num_tokens == 0:
+                choice.prompt_token_ids = output.prompt_token_ids
+        told.num_chars, told.num_tokens = len(completion.text), len(completion.token_ids)
+        return choice
 
     def _extend(
         self, found: CompletionLogprobs, pairs: Iterable[_Token], told: _Told, *, in_prompt: bool = False

@@ -146,6 +146,29 @@ def test_every_choice_of_a_stream_echoes_the_prompt_once(client: openai.OpenAI) 
     assert streamed == {choice.index: choice.text for choice in client.completions.create(**asked).choices}
 
 
+def test_token_ids_come_with_the_text_and_in_streams_one_by_one(client: openai.OpenAI, llm: LLM) -> None:
+    extra = {"return_token_ids": True}
+    asked: Any = {"model": "smollm2", "temperature": 0, "max_tokens": 6, "extra_body": extra}
+    prompt: list[int] = llm.tokenizer.encode("Once upon a time")  # type: ignore[union-attr]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    (offline,) = llm.generate([prompt], params, use_tqdm=False)
+    whole: Any = client.completions.create(prompt=prompt, n=2, **asked)
+    for choice in whole.choices:
+        assert (choice.prompt_token_ids, choice.token_ids) == (prompt, offline.outputs[0].token_ids)
+    chunks: Any = [chunk.choices[0] for chunk in client.completions.create(prompt=prompt, stream=True, **asked)]
+    assert chunks[0].prompt_token_ids == prompt and not any("prompt_token_ids" in c.model_extra for c in chunks[1:])
+    assert [c.token_ids for c in chunks] == [[token_id] for token_id in offline.outputs[0].token_ids]
+
+    (offline,) = llm.chat(MESSAGES, params, use_tqdm=False)
+    whole = client.chat.completions.create(messages=MESSAGES, **asked)
+    assert whole.prompt_token_ids == offline.prompt_token_ids
+    assert whole.choices[0].token_ids == offline.outputs[0].token_ids
+    chunks = list(client.chat.completions.create(messages=MESSAGES, stream=True, **asked))
+    assert chunks[0].prompt_token_ids == offline.prompt_token_ids
+    ids = [token_id for chunk in chunks[1:] for token_id in chunk.choices[0].token_ids]
+    assert ids == offline.outputs[0].token_ids
+
+
 def test_chat_streamed_and_whole_are_the_offline_one(client: openai.OpenAI, llm: LLM) -> None:
     (offline,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     asked: Any = {"model": "smollm2", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
