@@ -296,7 +296,7 @@ class EngineConfig:
     max_num_batched_tokens: most tokens computed in one step.
     block_size: tokens a KV block; a power of two. None takes the default: 64 on GPUs, 16 on the CPU.
     num_kv_blocks, kv_cache_memory_bytes: KV cache size, exactly; else gpu_memory_utilization × the GPU's memory
-        less everything else, or 4 GiB at most on the CPU.
+        less everything else, or 4 GiB at most on the CPU, for all ranks together.
     gpu_memory_utilization: share of the GPU's memory that weights, KV cache and all else may take.
     enable_prefix_caching: prompts that begin as earlier ones did share their KV blocks.
     enforce_eager: no CUDA graphs.

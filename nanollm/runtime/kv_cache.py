@@ -47,12 +47,11 @@ def num_kv_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int
 
 
 def available_cpu_bytes(config: EngineConfig, num_sharing: int) -> int:
-    """4 GiB; where the user gives the size, all of this host's or container's memory, of which each of so many ranks
+    """4 GiB; where the user gives the size, all of this host's or container's memory; of which each of so many ranks
     takes its part."""
-    if not config.gives_kv_cache_size:
-        return CPU_CACHE_BYTES
     memory = host_memory()
-    return min(memory.total, memory.limit or memory.total) // num_sharing
+    most = min(memory.total, memory.limit or memory.total) if config.gives_kv_cache_size else CPU_CACHE_BYTES
+    return most // num_sharing
 
 
 def available_gpu_bytes(config: EngineConfig, device: torch.device, num_sharing: int) -> int:

@@ -199,7 +199,7 @@ def test_slow_or_briefly_stopped_rank_is_waited_for(start: Callable[..., LLM], t
 def test_ranks_with_different_memory_have_the_same_number_of_blocks(start: Callable[..., LLM], tiny: Any) -> None:
     with start(2, {1: sabotage.have_little_memory}, num_kv_blocks=None) as llm:
         block_bytes = 2 * 2 * 16 * 1 * 32 * 4  # layers, k and v, tokens, this rank's heads, head_dim, float32
-        assert llm.get_stats().num_total_blocks == 2**20 // block_bytes
+        assert llm.get_stats().num_total_blocks == 2**19 // block_bytes
         assert generate(llm) == tiny("qwen3").greedy(PROMPT, 16)
         # Another one at more than one rank has to wait; at one rank it doesn't.
         with pytest.raises(ValueError, match="already has a torch process group"):

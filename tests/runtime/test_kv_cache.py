@@ -49,7 +49,7 @@ def test_a_size_that_cannot_be_is_refused_with_the_numbers(given: dict[str, int]
 
 
 def test_on_the_cpu_a_size_that_is_given_may_take_the_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert available_cpu_bytes(EngineConfig("m"), 2) == 4 * 2**30
+    assert available_cpu_bytes(EngineConfig("m"), 2) == 2 * 2**30
     total = psutil.virtual_memory().total
     assert available_cpu_bytes(EngineConfig("m", num_kv_blocks=1), 2) == pytest.approx(total / 2, rel=0.01)
     monkeypatch.setattr("nanollm.runtime.kv_cache.host_memory", lambda: HostMemory(2**40, 2**30, 2**29))
