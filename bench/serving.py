@@ -77,7 +77,7 @@ class Result:
         return self.events[-1] - self.sent
 
 
-def main() -> None:
+def main() -> int:
     parser = parser_of(__doc__, png="latency over load")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="(default: %(default)s)")
     parser.add_argument("--api-key", default="none")
@@ -105,11 +105,12 @@ def main() -> None:
         parser.error("--workload trace and --trace FILE go together")
     if not (args.rate or args.concurrency) and args.trace is None:
         args.rate = [float("inf")]
-    uvloop.run(run_all(args))  # the client must keep up, too
+    return uvloop.run(run_all(args))  # the client must keep up, too
 
 
-async def run_all(args: argparse.Namespace) -> None:
-    """One run for each rate or concurrency, each with prompts of its own, so that no prefix is cached."""
+async def run_all(args: argparse.Namespace) -> int:
+    """One run for each rate or concurrency, each with prompts of its own, so that no prefix is cached; after one that
+    got no answer no more, and exit status 1."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     headers = {"authorization": f"Bearer {args.api_key}"}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # less than servers keep a connection
@@ -132,11 +133,16 @@ async def run_all(args: argparse.Namespace) -> None:
             row = {"concurrency" if args.concurrency else "rate": load} | summary(results, start, args)
             rows.append(row)
             show(row)
+            if not row["completed"]:
+                break
     if args.json:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "api_key"}
         args.json.write_text(json.dumps({"settings": settings, "runs": rows}, indent=2) + "\n")
+    if not rows[-1]["completed"]:
+        return 1
     if args.png:
         draw_png(args.png, rows, f"{args.model}, {args.workload}")
+    return 0
 
 
 def make_conversations(args: argparse.Namespace, draw: random.Random, number: int) -> list[Conversation]:
@@ -213,7 +219,7 @@ class Client:
                     for event in events:
                         self._take(result, event, now, wants_text)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            result.error = repr(error)
+            result.error = f"{type(error).__name__}: {error}"
         if not result.error and not (result.events and result.output_tokens):
             result.error = "the stream ended early"
         return result
@@ -307,12 +313,13 @@ def percentile(values: list[float], share: int) -> float:
 
 def show(row: dict[str, Any]) -> None:
     load = f"{row['concurrency']} at once" if "concurrency" in row else f"{row['rate'] or 'trace'} requests/s"
-    print(f"{load}: {row['completed']} done, {row['failed']} failed {row.get('first_error', '')}")
+    error = f": {row['first_error']}" if row["failed"] else ""
+    print(f"{load}: {row['completed']} done, {row['failed']} failed{error}")
     if not row["completed"]:
         return
     print(
         f"  {row['seconds']:.2f} s, {row['output_tokens_per_second']:,.1f} output tokens/s, "
-        f"{row['requests_per_second']:.2f} requests/s, {row['goodput']:.2f} of them within the SLOs"
+        f"{row['requests_per_second']:.2f} requests/s, {row['goodput']:.2f} requests/s within the SLOs"
     )
     print(f"  {'ms':5} {'p50':>9} {'p90':>9} {'p99':>9}")
     for name in ("ttft", "tpot", "itl", "e2e"):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nanollm.llm import LLM
     from nanollm.sampling_params import SamplingParams
 
+_NO_STATS = "no answer yet"
 HELP = """\
 /reset          forget the conversation
 /system TEXT    set the system message; without TEXT there is none
@@ -70,7 +71,7 @@ class Chat:
     def __init__(self, llm: "LLM", params: "SamplingParams", system: str | None) -> None:
         self._llm, self._params, self._system = llm, params, system
         self._history: list[dict[str, str]] = []
-        self._stats = "no answer yet"
+        self._stats = _NO_STATS
         self.failed = False  # to answer any line
         llm.chat_prompt([{"role": "user", "content": ""}])
 
@@ -79,6 +80,7 @@ class Chat:
         command, _, rest = line.partition(" ")
         if command == "/reset":
             self._history.clear()
+            self._stats = _NO_STATS
         elif command == "/system":
             self._system = rest.strip() or None
         elif command == "/stats":

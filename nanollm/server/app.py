@@ -236,6 +236,7 @@ async def _end(server: uvicorn.Server, engine: AsyncLLMEngine, shutdown_timeout:
             server.should_exit = server.force_exit = True
             return
         await asyncio.sleep(0.1)
+    logger.info("ending: open requests have %g s to finish", shutdown_timeout)
     await asyncio.sleep(shutdown_timeout)
     for connection in server.server_state.connections:
         if isinstance(connection, BoundedHttpProtocol) and connection.cycle is not None and connection.cycle.more_body:

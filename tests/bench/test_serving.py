@@ -19,11 +19,13 @@ def server(tiny: Any) -> Iterator[ServerProcess]:
         yield server
 
 
-def measure(server: ServerProcess, tmp_path: Path, *arguments: object) -> tuple[str, list[dict[str, Any]]]:
+def measure(
+    server: ServerProcess, tmp_path: Path, *arguments: object, answered: bool = True
+) -> tuple[str, list[dict[str, Any]]]:
     files = ("--json", tmp_path / "result.json", "--png", tmp_path / "result.png")
     result = run(ROOT / "bench" / "serving.py", "--base-url", server.url, *files, *arguments)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+    assert result.returncode == (0 if answered else 1), result.stderr
+    assert not answered or (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     return result.stdout, json.loads((tmp_path / "result.json").read_text())["runs"]
 
 
@@ -54,8 +56,10 @@ def test_a_trace_keeps_its_times(server: ServerProcess, tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_and_named(server: ServerProcess, tmp_path: Path) -> None:
-    arguments = ("--workload", "multi-turn", "--turns", 2, "--num-requests", 4, "--concurrency", 2)
-    printed, (row,) = measure(server, tmp_path, *arguments)  # text, which a server without a tokenizer refuses
+    arguments = ("--workload", "multi-turn", "--turns", 2, "--num-requests", 4, "--concurrency", 2, 3)
+    printed, (row,) = measure(
+        server, tmp_path, *arguments, answered=False
+    )  # text, which a server without a tokenizer refuses
     assert (row["completed"], row["failed"]) == (0, 4)
     assert "400" in row["first_error"] and "needs a tokenizer" in printed
 
