@@ -9,7 +9,7 @@ else is counted (no launch, no communication, no sampling), so no engine gets th
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,8 +33,8 @@ class ModelCost:
     """What a model costs, of its whole or of all ranks together.
 
     dense_weights, head_weights: how many there are in matrix multiplications of every token; an input embedding of its
-    own is only looked up. expert_weights: of one expert in every layer that has some, of which a token goes through
-    num_chosen of num_experts. value_bytes: bytes of a weight, and of a value in the KV cache.
+    own is only looked up. expert_weights: of one expert in each of the layers that have experts, where a token goes
+    through num_chosen of num_experts. value_bytes: bytes of a weight, and of a value in the KV cache.
     """
 
     dense_weights: int
@@ -50,34 +50,33 @@ class ModelCost:
     def of(config: ModelConfig, value_bytes: int = 2) -> "ModelCost":
         size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
         attention = size * config.head_dim * (2 * heads + 2 * kv_heads)
-        num_sparse, moe = 0, config.moe
-        if moe is not None:
-            num_sparse = len(set(range(config.num_layers)) - moe.dense_layers)
-        feed_forward = 3 * size * config.intermediate_size * (config.num_layers - num_sparse)
-        experts = {}
-        if moe is not None:
-            feed_forward += num_sparse * size * moe.num_experts  # the router
-            experts = {
-                "expert_weights": num_sparse * 3 * size * moe.expert_size,
-                "num_experts": moe.num_experts,
-                "num_chosen": moe.num_chosen,
-            }
-        return ModelCost(
-            dense_weights=config.num_layers * attention + feed_forward,
+        moe = config.moe
+        num_dense = config.num_layers if moe is None else len(moe.dense_layers)
+        cost = ModelCost(
+            dense_weights=config.num_layers * attention + num_dense * 3 * size * config.intermediate_size,
             head_weights=config.vocab_size * size,
             kv_values_per_token=config.num_layers * 2 * kv_heads * config.head_dim,
             attention_flops_per_pair=config.num_layers * heads * config.head_dim * 4,
             value_bytes=value_bytes,
-            **experts,
+        )
+        if moe is None:
+            return cost
+        num_sparse = config.num_layers - num_dense
+        return replace(
+            cost,
+            dense_weights=cost.dense_weights + num_sparse * size * moe.num_experts,  # and the routers
+            expert_weights=num_sparse * 3 * size * moe.expert_size,
+            num_experts=moe.num_experts,
+            num_chosen=moe.num_chosen,
         )
 
     @property
     def layer_weights(self) -> int:
-        """That a token is multiplied with, without the head's."""
+        """How many weights a token is multiplied with, without the head's."""
         return self.dense_weights + self.num_chosen * self.expert_weights
 
     def weight_bytes(self, num_rows: int = 1) -> float:
-        """Read in a step of so many rows."""
+        """Read in a step of num_rows tokens: on average, if all experts are as likely."""
         read_experts = self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_rows)
         weights = self.dense_weights + self.head_weights + read_experts * self.expert_weights
         return weights * self.value_bytes
@@ -98,7 +97,7 @@ class ModelCost:
         return (max(reading, multiplying) + kv_cache) / num_devices
 
     def prompt_seconds(self, lengths: Sequence[int], rates: Rates, num_devices: int = 1) -> float:
-        """Of prompts computed together."""
+        """Of prompts of these many tokens, computed together."""
         reading = self.weight_bytes(sum(lengths)) / rates.bytes_per_second
         return max(sum(map(self.prompt_flops, lengths)) / rates.flops_per_second, reading) / num_devices
 

@@ -93,7 +93,7 @@ def linears(name: str, tp: int) -> Iterator[Linear]:
     heads = HeadPartition(config["num_attention_heads"], config["num_key_value_heads"], tp, 0)
     yield Linear((len(heads.heads) + 2 * len(heads.kv_heads)) * head_dim, size, norm=alone)
     yield Linear(size, len(heads.heads) * head_dim, residual=alone)
-    if "num_experts" in config:  # which have a kernel of their own
+    if "num_experts" in config:  # which have kernels of their own, after a router too small to be worth it
         return
     inner = len(mlp_split(config["intermediate_size"], tp)[0])
     yield Linear(2 * inner, size, norm=alone, gated=True)

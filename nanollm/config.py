@@ -151,7 +151,8 @@ class MoeConfig:
     """A mixture of experts in the place of feed-forward layers: of num_experts of expert_size inner features, a token
     goes through the num_chosen that its router finds likeliest, weighted by their probabilities.
 
-    normalize: whether the weights of the chosen are scaled to add up to one. dense_layers: those without experts.
+    normalize: whether the weights of the chosen are scaled to add up to one.
+    dense_layers: indices of the layers without experts.
     """
 
     num_experts: int
@@ -162,7 +163,7 @@ class MoeConfig:
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any], num_layers: int) -> "MoeConfig":
-        """Read Qwen3-MoE's fields, in transformers 4's or 5's names, with its defaults."""
+        """Read Qwen3-MoE's fields, in transformers 4's or 5's names, or its defaults. ValueError names a wrong one."""
 
         def size(*names: str, default: int) -> int:
             found = [(name, hf[name]) for name in names if name in hf]
@@ -173,17 +174,18 @@ class MoeConfig:
         num_chosen = size("num_experts_per_tok", default=8)
         if num_chosen > num_experts:
             raise ValueError(f"num_experts_per_tok {num_chosen} in config.json is more than num_experts {num_experts}")
-        step, named = size("decoder_sparse_step", default=1), hf.get("mlp_only_layers") or []
+        step, named = size("decoder_sparse_step", default=1), hf.get("mlp_only_layers")
+        named = [] if named is None else named
         if not isinstance(named, list):
             raise ValueError(f"mlp_only_layers in config.json must be a list of layers, got {named!r}")
         dense = {check_int("mlp_only_layers in config.json", layer, 0, 2**31 - 1) for layer in named}
-        dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
+        dense_layers = frozenset(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step)
         return MoeConfig(
             num_experts,
             num_chosen,
             expert_size=size("moe_intermediate_size", default=768),
             normalize=check_bool("norm_topk_prob in config.json", hf.get("norm_topk_prob", False)),
-            dense_layers=frozenset(dense),
+            dense_layers=dense_layers,
         )
 
 

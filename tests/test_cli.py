@@ -14,6 +14,7 @@ import pytest
 
 from nanollm.cli import main
 from nanollm.commands.chat import Chat
+from nanollm.commands.flags import check_one_process
 from nanollm.commands.generate import AnswerPrinter, timing_line
 from nanollm.config import EngineConfig
 from nanollm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -221,3 +222,11 @@ def test_every_flag_of_the_engine_says_what_it_does(command: str, capsys: pytest
     assert "most tokens computed in one step. (default: 8192)" in shown
     flags = {"--" + field.name.replace("_", "-") for field in fields(EngineConfig)} - {"--model"}
     assert len(flags) > 20 and all(flag in shown for flag in flags)
+
+
+def test_an_empty_world_size_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    check_one_process("chat")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="chat starts the ranks itself"):
+        check_one_process("chat")

@@ -175,7 +175,7 @@ MOE = NAMED_SHAPES["qwen3-30b-a3b"]
 
 
 def test_experts_in_the_names_of_transformers_4_and_5():
-    moe = ModelConfig.from_hf(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}).moe
+    moe = ModelConfig.from_hf(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1, 48]}).moe  # there is no layer 48
     assert (moe.num_experts, moe.num_chosen, moe.expert_size, moe.normalize) == (128, 8, 768, True)
     assert moe.dense_layers == {1, *range(0, 48, 2)}
     renamed = {name: value for name, value in MOE.items() if name != "num_experts"} | {"num_local_experts": 64}
@@ -189,6 +189,7 @@ def test_experts_in_the_names_of_transformers_4_and_5():
         ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 in config.json is more than num_experts 128"),
         ({"num_experts": 0}, "num_experts in config.json must be"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok in config.json must be"),
+        ({"mlp_only_layers": {}}, "mlp_only_layers in config.json must be a list of layers, got {}"),
         ({"mlp_only_layers": 3}, "mlp_only_layers in config.json must be a list of layers, got 3"),
         ({"mlp_only_layers": [-1]}, "mlp_only_layers in config.json must be"),
         ({"norm_topk_prob": "yes"}, "norm_topk_prob in config.json must be"),

@@ -20,7 +20,9 @@ def even_split(n: int, parts: int, unit: int = 1) -> list[range]:
 def mlp_split(intermediate_size: int, tp: int, name: str = "intermediate_size") -> list[range]:
     """Split the feed-forward dimension, in units as large as leave no rank idle: aligned shards multiply faster.
 
-    Units are smaller, down to 32, where all ranks get the same then. name: what config.json calls it, for errors."""
+    Units of 64 or 32 are taken instead of 128 where every rank then gets the same.
+    name: what config.json calls the dimension, for the ValueError where there are more ranks than it has features.
+    """
     unit = next((unit for unit in (128, 64, 32) if intermediate_size % (unit * tp) == 0), 128)
     while intermediate_size % unit or intermediate_size // unit < tp:
         unit //= 2

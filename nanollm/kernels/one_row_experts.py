@@ -1,6 +1,7 @@
 """A mixture of experts for one row, where reading the chosen experts' weights is all the work.
 
-Two kernels, of which the first chooses for itself; norm and residual come for free, as in one_row_matmul.
+Two kernels: gate and up, each of whose programs works out for itself which experts are chosen, then down. Norm and
+residual come for free, as in one_row_matmul.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,7 +15,7 @@ from nanollm.kernels.sparse_mlp import choose_experts, sparse_mlp_reference
 
 
 def suits_one_row_experts(num_rows: int, gate_ED: Tensor, down_EDF: Tensor) -> bool:
-    """Whether one_row_experts can be used, and one_row_matmul for the router before it."""
+    """Whether one_row_experts can be used, and one_row_matmul for the router before it: E, D and F in sixteens."""
     size, inner = down_EDF.shape[1:]
     return suits_one_row(num_rows, gate_ED) and size % 16 == 0 and inner % 16 == 0
 
@@ -44,7 +45,7 @@ def _one_row_gate_up_kernel(
     SIZE: tl.constexpr, NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
     NORM: tl.constexpr, OUTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program computes OUTS outputs of one choice, times its weight.
+    # One program computes OUTS outputs of the expert that is the token's choice number `choice`, times its weight.
     choice = tl.program_id(1)
     out_O, column_D = tl.program_id(0) * OUTS + tl.arange(0, OUTS), tl.arange(0, CHUNK)
     if PDL:
@@ -85,7 +86,7 @@ def _one_row_down_kernel(
     INNER: tl.constexpr, CHOSEN: tl.constexpr, RESIDUAL: tl.constexpr, OUTS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program computes OUTS outputs from what all choices give, one after another.
+    # One program computes OUTS outputs: down is one matmul, whose inputs are the chosen experts' F, one after another.
     out_O = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     if PDL:
         gdc_launch_dependents()
@@ -152,6 +153,7 @@ def one_row_experts(
 ) -> Tensor:
     """y [1, D] of one row; arguments as in sparse_mlp, and norm_weight_D, eps, residual_1D as in one_row_matmul.
 
+    The norm is of x only: logits_1E are of the normed x already. On a GPU, D and F must be multiples of 16.
     Floor on a GPU: one read of the chosen experts' weights.
     """
     given = (x_1D, logits_1E, gate_up_EGD, down_EDF, num_chosen, norm_weight_D, eps, residual_1D)

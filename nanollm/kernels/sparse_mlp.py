@@ -6,8 +6,8 @@ that ends with SiLU(gate) * up, and one with down that ends with the token's wei
 experts give is left in parts that are still to be added up: whoever reads them does so at no cost.
 
 Which number a token gets in a queue depends on which program comes first, but no output does: a row of a matmul doesn't
-depend on the rows beside it. P are pairs of a token and a chosen expert, S places in the queues, B blocks of them. All
-sizes are those of the step's number of tokens, so CUDA graphs can hold them.
+depend on the rows beside it. P are pairs of a token and a chosen expert, token * C + choice, S places in the queues, B
+blocks of them. All sizes depend on the step's number of tokens only, so CUDA graphs can hold them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -75,38 +75,38 @@ def choose_experts(
     logits_E, num_experts,
     NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """(weight float32, expert) of one token's choices, [LANES] each, of which the first CHOSEN are some."""
+    """(weights float32, expert ids) of one token's choices, [LANES] each, a power of two: the first CHOSEN count."""
     expert_E, choice_C = tl.arange(0, EXPERTS), tl.arange(0, LANES)
     logits = tl.load(logits_E + expert_E, mask=expert_E < num_experts, other=float("-inf")).to(tl.float32)
-    exponent = tl.exp(logits - tl.max(logits, 0))
+    exponent_E = tl.exp(logits - tl.max(logits, 0))
     # A row of NaN takes the first experts, and gets NaN of them.
-    left = tl.where(expert_E < num_experts, tl.where(exponent == exponent, exponent, 0.0), -1.0)
-    weight, chosen = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.int32)
+    left_E = tl.where(expert_E < num_experts, tl.where(exponent_E == exponent_E, exponent_E, 0.0), -1.0)
+    weight_C, chosen_C = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.int32)
     for i in tl.static_range(CHOSEN):
-        most, likeliest = tl.max(left, 0, return_indices=True)
-        weight = tl.where(choice_C == i, most, weight)
-        chosen = tl.where(choice_C == i, likeliest, chosen)
-        left = tl.where(expert_E == likeliest, -1.0, left)
-    weight /= tl.sum(exponent, 0)
-    return weight / tl.sum(weight, 0) if NORMALIZE else weight, chosen
+        most, likeliest = tl.max(left_E, 0, return_indices=True)
+        weight_C = tl.where(choice_C == i, most, weight_C)
+        chosen_C = tl.where(choice_C == i, likeliest, chosen_C)
+        left_E = tl.where(expert_E == likeliest, -1.0, left_E)
+    weight_C /= tl.sum(exponent_E, 0)
+    return weight_C / tl.sum(weight_C, 0) if NORMALIZE else weight_C, chosen_C
 
 
 @triton.jit
 def _route_kernel(
-    weight_TC, id_TC, turn_TC, count_E, logits_TE, num_experts,
+    weight_P, id_P, turn_P, count_E, logits_TE, num_experts,
     NORMALIZE: tl.constexpr, CHOSEN: tl.constexpr, LANES: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    weight, chosen = choose_experts(logits_TE + token * num_experts, num_experts, NORMALIZE, CHOSEN, LANES, EXPERTS)
+    weight_C, chosen_C = choose_experts(logits_TE + token * num_experts, num_experts, NORMALIZE, CHOSEN, LANES, EXPERTS)
     choice_C = tl.arange(0, LANES)
-    inside = choice_C < CHOSEN
-    at = token * CHOSEN + choice_C
-    tl.store(weight_TC + at, weight, mask=inside)
-    tl.store(id_TC + at, chosen, mask=inside)
-    tl.store(turn_TC + at, tl.atomic_add(count_E + chosen, 1, mask=inside, sem="relaxed"), mask=inside)
+    inside_C = choice_C < CHOSEN
+    pair_C = token * CHOSEN + choice_C
+    tl.store(weight_P + pair_C, weight_C, mask=inside_C)
+    tl.store(id_P + pair_C, chosen_C, mask=inside_C)
+    tl.store(turn_P + pair_C, tl.atomic_add(count_E + chosen_C, 1, mask=inside_C, sem="relaxed"), mask=inside_C)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
@@ -151,17 +151,17 @@ def _product(
     OUTS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """x W^T, [ROWS, OUTS], float32; x_at, weight_at: pointers to the rows. WHOLE: chunks divide the inputs."""
-    column = tl.arange(0, CHUNK)
+    column_D = tl.arange(0, CHUNK)
     # Tensor cores take 64 rows of their first operand at a time: outputs, unless there are as many rows.
     acc = tl.zeros([ROWS, OUTS] if ROWS >= 128 else [OUTS, ROWS], tl.float32)
     for first in tl.range(0, size_in, CHUNK, num_stages=STAGES):
-        inside = (WHOLE | (first + column < size_in))[None, :]
-        w_OC = tl.load(weight_at[:, None] + (first + column)[None, :], mask=inside & row_inside[:, None], other=0.0)
-        x_RC = tl.load(x_at[:, None] + (first + column)[None, :], mask=inside & taken[:, None], other=0.0)
+        inside = (WHOLE | (first + column_D < size_in))[None, :]
+        w_OD = tl.load(weight_at[:, None] + (first + column_D)[None, :], mask=inside & row_inside[:, None], other=0.0)
+        x_RD = tl.load(x_at[:, None] + (first + column_D)[None, :], mask=inside & taken[:, None], other=0.0)
         if ROWS >= 128:
-            acc = tl.dot(x_RC, w_OC.T, acc, input_precision="tf32x3")
+            acc = tl.dot(x_RD, w_OD.T, acc, input_precision="tf32x3")
         else:
-            acc = tl.dot(w_OC, x_RC.T, acc, input_precision="tf32x3")
+            acc = tl.dot(w_OD, x_RD.T, acc, input_precision="tf32x3")
     return acc if ROWS >= 128 else acc.T
 
 
@@ -212,27 +212,6 @@ def _down_kernel(
         tl.store(y_CTD + at, y.to(y_CTD.dtype.element_ty), mask=taken[:, None] & (out < size_out)[None, :])
 
 
-def sparse_mlp(
-    x_TD: Tensor,
-    logits_TE: Tensor,
-    gate_up_EGD: Tensor,
-    down_EDF: Tensor,
-    count_E: Tensor,
-    num_chosen: int,
-    *,
-    normalize: bool,
-) -> Tensor:
-    """sparse_mlp_reference: y [T, D], or on a GPU num_chosen parts of it that are still to be added up, [C, T, D].
-
-    gate_up_EGD: each expert's gate, then up, [E, 2F, D]. down_EDF: [E, D, F]. count_E: int32, zeros before and after.
-    normalize: whether a token's weights add up to one.
-    Floor on a GPU: one read of the chosen experts' weights.
-    """
-    if not runs_triton(x_TD):
-        return sparse_mlp_reference(x_TD, logits_TE, gate_up_EGD, down_EDF, num_chosen, normalize=normalize)
-    return _sparse_mlp_triton(x_TD, logits_TE, gate_up_EGD, down_EDF, count_E, num_chosen, normalize=normalize)
-
-
 def _sparse_mlp_triton(
     x_TD: Tensor,
     logits_TE: Tensor,
@@ -252,15 +231,15 @@ def _sparse_mlp_triton(
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return x_TD.new_empty(shape, dtype=dtype)
 
-    weight_TC, id_TC, turn_TC = new(num_tokens, num_chosen, dtype=torch.float32), new(num_pairs), new(num_pairs)
+    weight_P, id_P, turn_P = new(num_pairs, dtype=torch.float32), new(num_pairs), new(num_pairs)
     pair_S, expert_B, end_B = new(num_blocks * cut.rows), new(num_blocks), new(num_blocks)
     experts = power_of_2(num_experts)
     _route_kernel[(num_tokens,)](
-        weight_TC, id_TC, turn_TC, count_E, logits_TE.contiguous(), num_experts, NORMALIZE=normalize,
+        weight_P, id_P, turn_P, count_E, logits_TE.contiguous(), num_experts, NORMALIZE=normalize,
         CHOSEN=num_chosen, LANES=power_of_2(num_chosen), EXPERTS=experts, num_warps=1, **pdl,
     )  # fmt: skip
     _place_kernel[(-(-num_pairs // _PLACE_TILE),)](
-        pair_S, expert_B, end_B, id_TC, turn_TC, count_E, num_pairs, num_experts, num_blocks,
+        pair_S, expert_B, end_B, id_P, turn_P, count_E, num_pairs, num_experts, num_blocks,
         ROWS=cut.rows, EXPERTS=experts, TILE=_PLACE_TILE, num_warps=4, **pdl,
     )  # fmt: skip
     shape = {"CHOSEN": num_chosen, "ROWS": cut.rows, "OUTS": cut.outs, "CHUNK": cut.chunk, "STAGES": cut.stages}
@@ -270,9 +249,30 @@ def _sparse_mlp_triton(
         **shape, EXPERTS=experts, WHOLE=size % cut.chunk == 0, num_warps=cut.num_warps, **pdl,
     )  # fmt: skip
     y_CTD = new(num_chosen, num_tokens, size, dtype=x_TD.dtype)
-    shape["OUTS"] *= 2
+    shape["OUTS"] *= 2  # as many rows of a weight as gate and up have together
     _down_kernel[(-(-size // shape["OUTS"]), num_blocks)](
-        y_CTD, h_SF, down_EDF, weight_TC, pair_S, expert_B, end_B, num_tokens, inner, size,
+        y_CTD, h_SF, down_EDF, weight_P, pair_S, expert_B, end_B, num_tokens, inner, size,
         **shape, WHOLE=inner % cut.chunk == 0, num_warps=cut.num_warps, **pdl,
     )  # fmt: skip
     return y_CTD
+
+
+def sparse_mlp(
+    x_TD: Tensor,
+    logits_TE: Tensor,
+    gate_up_EGD: Tensor,
+    down_EDF: Tensor,
+    count_E: Tensor,
+    num_chosen: int,
+    *,
+    normalize: bool,
+) -> Tensor:
+    """sparse_mlp_reference: y [T, D], or on a GPU num_chosen parts of it that are still to be added up, [C, T, D].
+
+    logits_TE: the router's. gate_up_EGD: each expert's gate, then up, [E, 2F, D]. down_EDF: [E, D, F]. count_E: int32,
+    scratch, zeros before and after. normalize: whether a token's weights are scaled to add up to one.
+    Floor on a GPU: one read of the chosen experts' weights.
+    """
+    if not runs_triton(x_TD):
+        return sparse_mlp_reference(x_TD, logits_TE, gate_up_EGD, down_EDF, num_chosen, normalize=normalize)
+    return _sparse_mlp_triton(x_TD, logits_TE, gate_up_EGD, down_EDF, count_E, num_chosen, normalize=normalize)

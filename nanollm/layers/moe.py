@@ -1,8 +1,8 @@
-"""The feed-forward layer as a mixture of experts, each split over ranks by its inner dimension (Fedus et al., 2021)."""
+"""The feed-forward layer as a mixture of experts, each sliced over ranks (Rajbhandari et al., 2022)."""
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanollm.config import ModelConfig
 from nanollm.distributed.partition import mlp_split
@@ -18,7 +18,7 @@ class SparseMLP(nn.Module):
     """A router and SwiGLU experts: Hidden in, Hidden out, with the sum over ranks pending.
 
     Every rank has the whole router and a share of every expert, so that all have the same work whatever is chosen:
-    gate_up_EGD [E, 2 F_r, D], gate then up, and down_EDF [E, D, F_r].
+    gate_ED [E, D]; gate_up_EGD [E, 2 F_r, D], gate then up, and down_EDF [E, D, F_r]. count_E is sparse_mlp's scratch.
     """
 
     def __init__(self, config: ModelConfig, tp: TPGroup) -> None:
@@ -34,25 +34,31 @@ class SparseMLP(nn.Module):
         self.count_E = nn.Buffer(torch.zeros(num_experts, dtype=torch.int32), persistent=False)
 
     def forward(self, hidden: Hidden) -> Hidden:
-        experts, num_chosen, normalize = (self.gate_up_EGD, self.down_EDF), self.moe.num_chosen, self.moe.normalize
-        residual_TD = hidden.residual_TD
-        assert residual_TD is not None, "attention comes before"
-        if not suits_one_row_experts(len(residual_TD), self.gate_ED, self.down_EDF):
-            x_TD, residual_TD = hidden.resolve(self.tp)
-            logits_TE = F.linear(x_TD, self.gate_ED)
-            y_CTD = sparse_mlp(x_TD, logits_TE, *experts, self.count_E, num_chosen, normalize=normalize)
-            return Hidden(residual_TD, y_CTD)
-        x_1D, norm_D, eps = residual_TD, hidden.norm_weight_D, hidden.norm_eps
+        assert hidden.residual_TD is not None, "attention comes before"
+        if suits_one_row_experts(len(hidden.residual_TD), self.gate_ED, self.down_EDF):
+            return self._one_row(hidden, hidden.residual_TD)
+        x_TD, residual_TD = hidden.resolve(self.tp)
+        logits_TE = F.linear(x_TD, self.gate_ED)
+        experts, moe = (self.gate_up_EGD, self.down_EDF), self.moe
+        y_ZTD = sparse_mlp(x_TD, logits_TE, *experts, self.count_E, moe.num_chosen, normalize=moe.normalize)
+        return Hidden(residual_TD, y_ZTD)
+
+    def _one_row(self, hidden: Hidden, residual_1D: Tensor) -> Hidden:
+        """The same for one row: norm and residual, where nothing is pending, are part of the matmuls."""
+        x_1D, norm_D, eps = residual_1D, hidden.norm_weight_D, hidden.norm_eps
         if hidden.pending_TD is not None:
-            (x_1D, residual_TD), norm_D = hidden.resolve(self.tp), None
+            (x_1D, residual_1D), norm_D = hidden.resolve(self.tp), None
         logits_1E = one_row_matmul(x_1D, self.gate_ED, norm_D, eps)
-        added_1D = residual_TD if self.tp.size == 1 else None
-        y_1D = one_row_experts(x_1D, logits_1E, *experts, num_chosen, norm_D, eps, added_1D, normalize=normalize)
-        return Hidden(residual_TD, y_1D) if added_1D is None else Hidden(y_1D, None)
+        added_1D = residual_1D if self.tp.size == 1 else None
+        experts, moe = (self.gate_up_EGD, self.down_EDF), self.moe
+        y_1D = one_row_experts(
+            x_1D, logits_1E, *experts, moe.num_chosen, norm_D, eps, added_1D, normalize=moe.normalize
+        )
+        return Hidden(residual_1D, y_1D) if added_1D is None else Hidden(y_1D, None)
 
     @property
     def idle_weights(self) -> int:
-        """Of the experts that a token doesn't go through."""
+        """How many of this rank's weights are of experts that a token doesn't go through."""
         num_experts, per_expert = self.moe.num_experts, self.gate_up_EGD[0].numel() + self.down_EDF[0].numel()
         return (num_experts - self.moe.num_chosen) * per_expert
 

@@ -53,6 +53,11 @@ HF_NAMES = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
+EXPERT_FIELDS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,8 @@ class GGUFCheckpoint:
     """A GGUF file's weights under Hugging Face's names and in their layout.
 
     llama.cpp stores q and k of the llama architecture with rotary pairs interleaved; rows are read in the order that
-    puts them back into halves. Tensors without a Hugging Face name keep their own, for the loader to report.
+    puts them back into halves. The experts of a layer lie in one tensor, and are a tensor each here. Tensors without a
+    Hugging Face name keep their own, for the loader to report.
     Raises what GGUFFile and gguf_config raise.
     """
 
@@ -205,7 +211,7 @@ class GGUFCheckpoint:
             if gguf_name == "rope_freqs.weight":
                 continue  # the config says the same: _llama3_scaling
             name = f"{block}{HF_NAMES[base]}.{kind}" if base in HF_NAMES else gguf_name
-            if "{}" in name:
+            if "{}" in HF_NAMES.get(base, ""):
                 for i, data in enumerate(tensor.data):
                     self._tensors[name.format(i)] = GGUFTensor(tensor.shape[1:], tensor.type, data)
                 continue
@@ -271,21 +277,21 @@ def _config(file: GGUFFile, path: Path) -> dict[str, Any]:
         for key, value in file.metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    needed = ["embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length"]
-    experts = ["expert_count", "expert_used_count", "expert_feed_forward_length"] if architecture == "qwen3moe" else []
-    for key in needed + experts:
+    needed = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length")
+    experts = EXPERT_FIELDS if architecture == "qwen3moe" else {}
+    for key in (*needed, *experts):
         if not (isinstance(size := model.get(key), int) and size > 0):
             raise CheckpointError(f"{path}: {architecture}.{key} must be a positive integer, got {size!r}")
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight")
     if model.get("expert_count") and not experts:
-        raise CheckpointError(f"{path}: a mixture of experts is not supported in architecture {architecture!r}")
-    moe: dict[str, Any] = {}
+        raise CheckpointError(
+            f"{path}: a mixture of experts is not supported in architecture {architecture!r}; supported in: qwen3moe"
+        )
+    moe = {name: model[key] for key, name in experts.items()}
     if experts:
-        dense = [i for i in range(model["block_count"]) if f"blk.{i}.ffn_gate.weight" in file.tensors]
-        moe = {"norm_topk_prob": True, "mlp_only_layers": dense}
-        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        moe |= {name: model[key] for name, key in zip(names, experts, strict=True)}
+        moe["norm_topk_prob"] = True
+        moe["mlp_only_layers"] = [i for i in range(model["block_count"]) if f"blk.{i}.ffn_gate.weight" in file.tensors]
     heads = model["attention.head_count"]
     head_dim = model.get("attention.key_length") or max(model["embedding_length"] // heads, 1)
     if (value_dim := model.get("attention.value_length", head_dim)) != head_dim:

@@ -57,7 +57,7 @@ class Decoder(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """hidden() takes a StepBatch, lm_head gives this rank's logits [L, V_r]. max_position bounds the rotary table.
 
-    A model that differs in its decoder layers only overrides make_layer.
+    A model that differs in its decoder layers only overrides make_layer, whose index counts layers from 0.
     """
 
     qk_norm = True
@@ -82,7 +82,7 @@ class Qwen3ForCausalLM(nn.Module):
         return hidden if batch.logit_rows_L is None else hidden.rows(batch.logit_rows_L)
 
     def weights_per_token(self) -> int:
-        """How many of this rank's weights a token is multiplied with in a layer, in the one where they are the most."""
+        """How many of this rank's weights a token is multiplied with in one layer: in that where they are the most."""
 
         def weights(layer: nn.Module) -> int:
             idle = sum(module.idle_weights for module in layer.modules() if isinstance(module, SparseMLP))

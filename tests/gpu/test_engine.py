@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 )
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tiny_models_give_the_tokens_of_the_cpu(tiny: Any, kind: str, shape: dict[str, int], overlap: bool) -> None:
-    """Some requests at once, then one: 8 experts are none that the kernels for one row take, but 16 are."""
+    """Some requests at once, then one by itself, whose kernels for one row take 16 experts, but not 8."""
     prompts = [random_prompt(length, seed=9) for length in (1, 15, 16, 17, 60)]
     params = [SamplingParams(temperature=t, seed=3, max_tokens=32, ignore_eos=True) for t in (0, 0.9, 0, 0.9, 0)]
     runs = []

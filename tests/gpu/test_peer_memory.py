@@ -352,7 +352,7 @@ def test_engines_give_one_ranks_tokens_with_and_without_graphs(
 ) -> None:
     """One engine after the other, in one process whose workers are new ones each time."""
     ranks_share_gpus(size)
-    model = tiny(kind, num_attention_heads=8, num_key_value_heads=4)
+    model = tiny(kind, num_attention_heads=8, num_key_value_heads=4, num_experts=16)
     settings = {"device": "cuda", "max_num_seqs": 4}
     with model.llm(**settings) as llm:
         expected = [tokens(llm, GREEDY), tokens(llm, SEEDED)]

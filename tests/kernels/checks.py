@@ -198,8 +198,8 @@ def check_silu_mul(num_tokens: int, size: int, *, device: str, dtype: torch.dtyp
 def check_sparse_mlp(
     num_tokens: int, size: int, inner: int, num_experts: int, num_chosen: int, *, device: str, dtype: torch.dtype
 ) -> None:
-    """Twice, since the counts must be zeros again; one token finds all experts equal, and takes the first. A last one,
-    of NaN, stays alone."""
+    """Twice, since counts must be zeros again. The first token finds all experts equal, and takes the first of them;
+    the last one, of NaN, spoils no other."""
     torch.manual_seed(0)
     x, logits = (randn(num_tokens, n, device=device, dtype=dtype) for n in (size, num_experts))
     if num_tokens > 1:
@@ -234,6 +234,9 @@ def check_one_row_experts(
             doubled = [a.double() if isinstance(a, Tensor) and a is not logits else a for a in given]
             expected = one_row_experts_reference(*doubled, normalize=normalize)  # type: ignore[arg-type]
             assert_close(_one_row_experts_triton(*given, normalize=normalize), expected, TOLERANCE[dtype])
+    # NaN chooses experts that there are, and gives NaN.
+    of_nan = _one_row_experts_triton(x, drawn * float("nan"), *given[2:], normalize=True)
+    assert of_nan.isnan().all()
 
 
 def check_embedding(num_tokens: int, size: int, *, device: str, dtype: torch.dtype) -> None:

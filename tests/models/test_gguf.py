@@ -253,7 +253,10 @@ def test_other_rope_freqs_are_an_error(tmp_path, factors):
     [
         ({"arch__rope__dimension_count": 4}, r"partial_rotary_factor 0\.5 is not supported"),
         ({"arch__attention__sliding_window": 4096}, "sliding-window attention is not supported"),
-        ({"arch__expert_count": 8}, "a mixture of experts is not supported in architecture 'llama'"),
+        (
+            {"arch__expert_count": 8},
+            "a mixture of experts is not supported in architecture 'llama'; supported in: qwen3moe",
+        ),
         ({"arch__attention__value_length": 16}, "key length 8 and value length 16 must be equal"),
         ({"arch__attention__head_count": None}, r"llama\.attention\.head_count must be a positive integer, got None"),
         ({"arch__attention__head_count_kv": [2, 2]}, "num_key_value_heads in config.json must be an integer"),
@@ -389,6 +392,24 @@ def test_a_mixture_of_experts_equals_what_transformers_reads_from_it(tmp_path):
         )
         assert torch.equal(torch.cat((gate, up)), theirs[f"{prefix}.experts.gate_up_proj"][i])
         assert torch.equal(down, theirs[f"{prefix}.experts.down_proj"][i])
+
+
+def test_layers_with_a_dense_gate_have_no_experts(tmp_path):
+    dense = {"blk.0.ffn_gate.weight": np.zeros((FFN, HIDDEN), np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", extra_tensors=dense)
+    assert ModelConfig.from_hf(gguf_config(path)).moe.dense_layers == {0}
+
+
+@pytest.mark.parametrize("field", ["expert_count", "expert_used_count", "expert_feed_forward_length"])
+def test_experts_need_their_fields(tmp_path, field):
+    path = write_gguf(tmp_path / "m.gguf", "qwen3moe", **{f"arch__{field}": None})
+    with pytest.raises(CheckpointError, match=rf"qwen3moe\.{field} must be a positive integer, got None"):
+        gguf_config(path)
+
+
+def test_a_name_with_braces_is_no_tensor_of_experts(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", extra_tensors={"odd{}.weight": np.zeros((2, 3), np.float32)})
+    assert GGUFCheckpoint(path).shapes["odd{}.weight"] == (2, 3)
 
 
 def test_smollm2_ends_its_turn_with_im_end(smollm2_path):
