@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanollm").setLevel(logging.INFO)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its warnings itself
     return exit_code(lambda: args.run(args))
 
 
