@@ -372,7 +372,7 @@ def engine_main(descriptor: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanollm").setLevel(logging.INFO)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the client's process warns of the same
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its warnings itself
     link = Link(socket.socket(fileno=descriptor))
     link.on_hangup(_leave_soon)
     executor, code = None, 1
